@@ -23,6 +23,8 @@ __all__ = ["Fp8Tensor", "quantize"]
 
 Granularity = Literal["block", "head", "tensor"]
 GRANULARITIES = ("block", "head", "tensor")
+Accumulate = Literal["fp32", "fast"]
+ACCUMULATES = ("fp32", "fast")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,7 @@ class Fp8Tensor:
         cu_seqlens: int32 (sequences + 1,), with scales of packed blocks: those of sequence n begin at cu_seqlens[n] // 128 + n.
         hadamard_seed: of the rotation of head_dim, which q and k share; None: not rotated.
         dtype: of the numbers that were quantised; attention's result has q's.
+        accumulate: of v, how a kernel that multiplies the numbers as they are sums P V, as `quantize()` has it.
     """
 
     data: Tensor
@@ -45,6 +48,7 @@ class Fp8Tensor:
     cu_seqlens: Tensor | None = None
     hadamard_seed: int | None = None
     dtype: torch.dtype = torch.bfloat16
+    accumulate: Accumulate = "fp32"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "data": as_bytes(self.data)}
@@ -63,13 +67,13 @@ class Fp8Tensor:
     def to(self, device: torch.device | str) -> Fp8Tensor:
         """The same on a device."""
         cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.to(device)
-        return Fp8Tensor(self.data.to(device), self.scale.to(device), cu_seqlens, self.hadamard_seed, self.dtype)
+        return replace(self, data=self.data.to(device), scale=self.scale.to(device), cu_seqlens=cu_seqlens)
 
 
 torch.serialization.add_safe_globals([Fp8Tensor])
 _pytree.register_pytree_node(
     Fp8Tensor,
-    lambda t: ([t.data, t.scale, t.cu_seqlens], (t.hadamard_seed, t.dtype)),
+    lambda t: ([t.data, t.scale, t.cu_seqlens], (t.hadamard_seed, t.dtype, t.accumulate)),
     lambda children, context: Fp8Tensor(*children, *context),
 )
 
@@ -109,6 +113,7 @@ def quantize(
     hadamard: bool = True,
     seed: int = 0,
     granularity: Granularity = "block",
+    accumulate: Accumulate = "fp32",
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
@@ -126,6 +131,8 @@ def quantize(
         seed: of the signs.
         granularity: what shares a scale: "block", 128 rows of one sequence and head, counted from its first; "head", all rows
             of a head, of every sequence; "tensor", everything.
+        accumulate: how P V is summed where a kernel multiplies the numbers as they are: "fp32", the sums of 128 keys are added
+            in fp32; "fast", tensor cores alone sum all keys, of which they keep some 14 bits. explain() names it.
         cu_seqlens_q, cu_seqlens_k: int32 (sequences + 1,), with packed tensors: starts of the sequences, from 0; that of k
             defaults to that of q.
         seqused_q, seqused_k: int32 (batch or sequences,), rows of each sequence that are not padding; default: all. Padding
@@ -147,6 +154,8 @@ def quantize(
     seed = arguments.integer("seed", seed, *arguments.INT64)
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of 'block', 'head', 'tensor', got {granularity!r}")
+    if accumulate not in ACCUMULATES:
+        raise ValueError(f"accumulate must be one of 'fp32', 'fast', got {accumulate!r}")
     if not packed and q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]} but k has batch {k.shape[0]}")
     if not packed and cu_seqlens_k is not None:
@@ -165,9 +174,9 @@ def quantize(
         return (
             Fp8Tensor(found[0], found[1], cu_q, rotation, q.dtype),
             Fp8Tensor(found[2], found[3], cu_k, rotation, k.dtype),
-            Fp8Tensor(of_storage(found[4], v.shape[-3]), found[5], cu_k, None, v.dtype),
+            Fp8Tensor(of_storage(found[4], v.shape[-3]), found[5], cu_k, None, v.dtype, accumulate),
         )
-    numbers = _quantize(v, None, granularity, *of_k)
+    numbers = replace(_quantize(v, None, granularity, *of_k), accumulate=accumulate)
     if v.is_cuda:
         numbers = replace(numbers, data=keys_last(numbers.data))
     return _quantize(q, rotation, granularity, *of_q), _quantize(k, rotation, granularity, *of_k), numbers

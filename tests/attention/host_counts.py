@@ -100,7 +100,10 @@ def check(backend: str, forward: list[str], backward: list[str]) -> None:
 
 
 def check_memory() -> None:
-    """Preparing a mask allocates its vectors and 8 numbers a block of 64 or 2048 columns: 4 (n S + 8 blocks) bytes."""
+    """Preparing a mask allocates its vectors and 8 numbers a block of 64 or 2048 columns: 4 (n S + 8 blocks) bytes.
+
+    Documents in a row say besides where they start.
+    """
     made: list[Tensor] = []
 
     def noted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -116,10 +119,10 @@ def check_memory() -> None:
         fresh()
         like((1,), torch.int32, torch.device("cuda", 0))  # an element that stands for shapes ever after
         for mask, count in (
-            (masks.Document(lengths), 1),
-            (masks.Document.from_position_ids(torch.arange(seqlen), causal=False), 2),
-            (masks.SharedQuestion(9, lengths), 1),
-            (masks.CausalBlockwise(lengths), 3),
+            (masks.Document(lengths), seqlen + 3),
+            (masks.Document.from_position_ids(torch.arange(seqlen), causal=False), 2 * seqlen),
+            (masks.SharedQuestion(9, lengths), seqlen),
+            (masks.CausalBlockwise(lengths), 3 * seqlen),
         ):
             with (
                 patch.object(Tensor, "new_empty", noted(Tensor.new_empty)),
@@ -128,8 +131,57 @@ def check_memory() -> None:
             ):
                 prepared_bounds(mask.resolve(seqlen, seqlen, torch.device("cuda", 0)), seqlen, seqlen)
             taken = sum(t.numel() * t.element_size() for t in made)
-            assert taken == 4 * (count * seqlen + 8 * blocks), (mask, taken)
+            assert taken == 4 * (count + 8 * blocks), (mask, taken)
             made.clear()
+
+
+def check_documents() -> None:
+    """Documents of one batch entry run as packed sequences, which their mask is not looked at for; features apart do not."""
+    seqlen, recorder = 4 * SEQLEN, Recorder()
+    with hopper(recorder) as fresh:
+        fresh()
+        q, k, v = (torch.randn(1, seqlen, heads, 96).bfloat16().requires_grad_() for heads in (4, 2, 2))
+
+        def step(mask: masks.Mask, **options: Any) -> None:
+            out, lse = warploom.attention(q, k, v, mask=mask, backend="hopper", return_lse=True, **options)
+            assert out.shape == q.shape and lse.shape == (1, 4, seqlen)
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+        def names(mask: masks.Mask, **options: Any) -> list[str]:
+            recorder.clear()
+            step(mask, **options)
+            return [each["kernel"] for each in recorder.launches]
+
+        for n in range(4):
+            mask = masks.Document(torch.tensor([100 + n, seqlen - 300], dtype=torch.int32))
+            if n == 2:
+                patched = patch.object(api, "dense_args", side_effect=AssertionError("checked again"))
+                patched.start()
+            vectors, forward, bounds, backward = names(mask)
+            assert (vectors, bounds) == ("document_kernel", "bounds_kernel")
+            assert "varlen" in forward and "columns" not in forward and "columns" in backward
+            assert names(mask) == [forward, backward]
+        patched.stop()
+        for apart, options in (
+            (mask, {"dropout_p": 0.1}),
+            (mask, {"sink": torch.zeros(4)}),
+            (mask, {"batch_invariant": True}),
+            (masks.Document.from_cu_seqlens(torch.tensor([0, 100, seqlen])), {}),  # of which nobody reads that it begins with 0
+            (masks.Document([4] * (seqlen // 4)), {}),
+            (mask & masks.Document([seqlen]), {}),
+        ):
+            assert all("columns" in name for name in names(apart, **options)[-2:]), recorder.launches
+        assert not any("varlen" in name for name in launched_by_triton(q, k, v, mask, recorder))
+
+
+def launched_by_triton(q: Tensor, k: Tensor, v: Tensor, mask: masks.Mask, recorder: Recorder) -> list[str]:
+    """Its kernels read column vectors and their bounds."""
+    for _ in range(3):
+        recorder.clear()
+        warploom.attention(q, k, v, mask=mask, backend="triton")
+    values = [each for each in recorder.launches if each["kernel"] == "forward_kernel"]
+    assert len(values) == 1
+    return [each["kernel"] for each in recorder.launches]
 
 
 def check_packed(backend: str, preparing: list[str], forward: list[str]) -> None:
@@ -299,6 +351,7 @@ if __name__ == "__main__":
     check("hopper", ["attn_fwd"], ["attn_bwd"])
     check("triton", ["forward_kernel"], ["rows_kernel", "dkdv_kernel", "dkdv_kernel", "dq_kernel"])
     check_memory()
+    check_documents()
     check_pages()
     check_invariant("hopper")
     check_invariant("triton")

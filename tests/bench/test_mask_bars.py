@@ -20,7 +20,8 @@ SEQLEN = 512
 
 
 def plan(tile: tuple[int, int] | None, backward: dict[str, tuple[int, int]]) -> Any:
-    return lambda *_, **__: Plan("a call", "hopper", "because", tile, tuple(backward.items()))
+    counts = None if tile is None else {"hidden": 1, "partial": 1, "full": 1}
+    return lambda *_, **__: Plan("a call", "hopper", "because", tile, tuple(backward.items()), counts)
 
 
 @pytest.mark.parametrize("mask", [masks.Causal(), masks.Document([100, 300, 112]), masks.Full()])
@@ -32,6 +33,12 @@ def test_rho_is_visible_over_processed_elements(mask: masks.Mask, monkeypatch: p
         visible = dense.view(SEQLEN // rows, rows, SEQLEN // 128, 128).any(3).any(1).sum() * rows * 128
         found = share(measure, mask, SEQLEN, q, q, q)
         assert found.backend == "hopper" and found.rho == pytest.approx(float(dense.sum() / visible)), measure
+
+
+def test_tiles_that_begin_where_documents_do_have_no_rho(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, SEQLEN, 2, 16)
+    monkeypatch.setattr(warploom, "explain", lambda *_, **__: Plan("a call", "hopper", "because", (128, 128)))
+    assert share("forward", masks.Document([512]), SEQLEN, q, q, q) == Share("hopper", {"out": [128, 128]}, None)
 
 
 def test_rho_of_gradients_in_different_tiles_is_of_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:

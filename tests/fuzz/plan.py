@@ -68,6 +68,7 @@ _GPU = {
     ("linear", "hopper"): (0.05, 3),
     ("delta", "triton"): (0.10, 2),
     ("delta", "hopper"): (0.03, 3),
+    ("fp8", "hopper"): (0.05, 3),
 }
 _CPU = {
     ("attention", "cpu"): 8,

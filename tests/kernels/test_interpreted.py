@@ -7,7 +7,7 @@ import pytest
 from tests.interpreter import run_interpreted
 
 FOLDER = Path(__file__).parent / "interpreted"
-FILES = ["test_feature_maps.py", "test_fp8.py", "test_numerics.py", "test_packed.py", "test_softmax.py"]
+FILES = ["test_feature_maps.py", "test_fp8.py", "test_fp8_values.py", "test_numerics.py", "test_packed.py", "test_softmax.py"]
 
 
 @pytest.mark.parametrize("file", FILES)

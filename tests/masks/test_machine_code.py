@@ -21,6 +21,7 @@ VECTOR = torch.zeros(1, 1, 7, dtype=torch.int32)
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "documents": lambda: document_kernel.document_vectors(ROWS, False, False, 7, 7),
     "causal documents, 32 bits": lambda: document_kernel.document_vectors(ROWS.int(), True, True, 7, 7),
+    "where causal documents start": lambda: document_kernel.document_vectors(ROWS, False, True, 7, 7, True),
     "prefixes": lambda: document_kernel.part_vectors("prefixes", ROWS, (True, True, False), 7, 7, ROWS),
     "answers": lambda: document_kernel.part_vectors("answers", ROWS, (True, False, False), 7, 7, ROWS[:, :1]),
     "blocks": lambda: document_kernel.part_vectors("blocks", ROWS, (True, True, True), 7, 7),

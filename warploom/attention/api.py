@@ -175,9 +175,9 @@ def attention(
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
     names = () if return_stats == () else checked_names(return_stats)
-    key, launch, others, resolved, records = launcher.NOTHING
+    key, launch, others, kept, records = launcher.NOTHING
     if not names and descale is None and out_dtype is None:
-        key, launch, others, resolved, records = launcher.find(
+        key, launch, others, kept, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             bias=bias,
             batch_invariant=batch_invariant,
@@ -201,7 +201,7 @@ def attention(
         deterministic=deterministic,
         bias=bias,
         batch_invariant=batch_invariant,
-        resolved=resolved,
+        kept=kept,
     )
     return_lse = arguments.flag("return_lse", return_lse)
     if not are((q, k, v, sink), (args.q, args.k, args.v, args.sink)):
@@ -334,7 +334,7 @@ def attention_varlen(
     Returns:
         out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
     """
-    key, launch, others, resolved, records = launcher.NOTHING
+    key, launch, others, kept, records = launcher.NOTHING
     longest = (max_seqlen_q, max_seqlen_k)
     sequences: tuple[Tensor | None, ...]
     if isinstance(k, PagedCache):
@@ -384,7 +384,7 @@ def attention_varlen(
     if block_table is not None:
         sequences = (*sequences, block_table)
     if cu_seqlens_q is not None and not names and descale is None and out_dtype is None:
-        key, launch, others, resolved, records = launcher.find(
+        key, launch, others, kept, records = launcher.find(
             q, k, v, sink, mask, causal, window, scale, softcap, dropout_p, dropout_seed, deterministic, backend, return_lse,
             sequences, longest, bias, batch_invariant,
         )
@@ -414,7 +414,7 @@ def attention_varlen(
         deterministic=deterministic,
         bias=bias,
         batch_invariant=batch_invariant,
-        resolved=resolved,
+        kept=kept,
     )
     return_lse = arguments.flag("return_lse", return_lse)
     if not are((q, k, v, sink, *sequences), (args.q, args.k, args.v, args.sink, *sequences_of(args))):

@@ -12,8 +12,10 @@ from warploom.attention.biases import with_bias
 from warploom.attention.problem import AttentionArgs, check_columns, check_contents
 from warploom.bias import Bias
 from warploom.masks import Causal, ColumnMask, Full, Mask, ResolvedMask, SlidingWindow
+from warploom.masks.kept import Kept
 from warploom.runtime import arguments, invariance
 from warploom.runtime.arguments import Window
+from warploom.runtime.op import plain
 from warploom.runtime.qkv import autocast_inputs, check_sink, check_tensors, last_contiguous, scalars
 
 PACKED_MASKS = Full, Causal, SlidingWindow, ColumnMask  # that packed sequences may have
@@ -37,18 +39,30 @@ def dense_args(
     deterministic: bool | None = None,
     bias: Tensor | Bias | None = None,
     batch_invariant: bool | None = None,
-    resolved: ResolvedMask | None = None,
+    kept: Kept | None = None,
 ) -> AttentionArgs:
-    """The arguments of attention(); ``resolved``: the mask for these lengths, if it was asked already."""
+    """The arguments of attention(); ``kept``: the mask for these lengths, if it was asked already."""
     q, k, v = autocast_inputs(q, k, v)
     check_tensors(q, k, v, 4, "(batch, seqlen, heads, head_dim)")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]} but k has batch {k.shape[0]}")
     _warn_layout(q)
-    resolved = resolve(mask, causal, window, q.shape[1], k.shape[1], q, resolved)
+    _check_mask(mask)
+    if kept is None and mask is not None:
+        kept = _kept(mask, q, k)
+    resolved = resolve(mask, causal, window, q.shape[1], k.shape[1], q, kept)
     check_columns(resolved, q.shape[0], q.shape[2], k.shape[2], k.shape[1], q)
     args = _assemble(q, k, v, resolved, scale, softcap, sink, dropout_p, dropout_seed, deterministic, batch_invariant)
+    if kept is not None and kept.documents is not None and q.shape[0] == 1:
+        args = args._replace(documents=kept.documents)
     return with_bias(args, bias, q.shape[1], k.shape[1])
+
+
+def _kept(mask: Mask, q: Tensor, k: Tensor) -> Kept | None:
+    """The mask for the call's lengths as it is kept, which says more than its vectors; None where tracers are about."""
+    if torch.compiler.is_compiling() or isinstance(mask, ColumnMask) or not q.is_cuda or not plain(q, k):
+        return None
+    return mask.kept(q.shape[1], k.shape[1], q.device)
 
 
 def varlen_args(
@@ -73,9 +87,9 @@ def varlen_args(
     deterministic: bool | None = None,
     bias: Tensor | Bias | None = None,
     batch_invariant: bool | None = None,
-    resolved: ResolvedMask | None = None,
+    kept: Kept | None = None,
 ) -> AttentionArgs:
-    """The arguments of attention_varlen(); ``resolved``: the mask for all packed tokens, if it was asked already."""
+    """The arguments of attention_varlen(); ``kept``: the mask for all packed tokens, if it was asked already."""
     q, k, v = autocast_inputs(q, k, v)
     paged = block_table is not None
     check_tensors(q, k, v, 3, "(total_tokens, heads, head_dim)", kv_rank=4 if paged else 3)
@@ -89,7 +103,7 @@ def varlen_args(
             f"got {type(mask).__name__}; call attention(), or build the columns of each sequence"
         )
     total_k = k.shape[0] * k.shape[1] if paged else k.shape[0]
-    resolved = resolve(mask, causal, window, q.shape[0], total_k, q, resolved)
+    resolved = resolve(mask, causal, window, q.shape[0], total_k, q, kept)
     if paged and any(vector is not None for vector in resolved.vectors):
         raise ValueError("mask: column vectors together with block_table are not supported; use a band")
     check_columns(resolved, 1, q.shape[1], k.shape[-2], total_k, q)
@@ -247,15 +261,17 @@ def resolve(
     seqlen_q: int,
     seqlen_k: int,
     q: Tensor,
-    resolved: ResolvedMask | None = None,
+    kept: Kept | None = None,
 ) -> ResolvedMask:
-    """The mask of the call: columns and the intersection of all bands. ``resolved``: of the mask alone, if it was asked."""
+    """The mask of the call: columns and the intersection of all bands. ``kept``: of the mask alone, if it was asked."""
     _check_mask(mask)
     left, right = arguments.window("window", window)
     causal = arguments.flag("causal", causal)
     if mask is None:
         resolved = ResolvedMask(None, None, None, None, None, None)
-    elif resolved is None:
+    elif kept is not None:
+        resolved = kept.resolved
+    else:
         resolved = mask.resolve(seqlen_q, seqlen_k, None if isinstance(mask, ColumnMask) else q.device)
     left, right = _narrower(resolved.left, left), _narrower(resolved.right, right)
     if causal:

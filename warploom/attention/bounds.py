@@ -50,7 +50,12 @@ _kept: OrderedDict[tuple[Any, ...], tuple[list[weakref.ref[Tensor]], Tensor]] = 
 
 
 def with_bounds(args: AttentionArgs, packed: bool = False) -> AttentionArgs:
-    """A call with the bounds of its column mask, if it has one; ``packed``: packed sequences too, not dense calls alone."""
+    """A call with the bounds of its column mask, if it has one; ``packed``: packed sequences too, not dense calls alone.
+
+    Whoever reads bounds does not ask where documents start.
+    """
+    if args.documents is not None:
+        args = args._replace(documents=None)
     if args.bounds is not None or (args.lts is None and args.ute is None):
         return args
     if args.cu_seqlens_q is None:

@@ -144,7 +144,7 @@ def key_of(args: AttentionArgs, backend: str | None) -> tuple[Any, ...]:
         *(args.softcap != 0.0, args.dropout_p > 0.0, sink is None, args.lts is None, args.lte is None),
         *(args.uts is None, args.ute is None, None if cu_q is None else cu_q.shape, args.block_table is None),
         *(args.seqused_k is None, args.max_seqlen_q, args.max_seqlen_k, args.q_offset is None),
-        *(args.bias_kind, args.bias_grad, args.batch_invariant, args.k_scale is None),
+        *(args.bias_kind, args.bias_grad, args.batch_invariant, args.k_scale is None, args.documents is None),
     )
 
 

@@ -135,7 +135,7 @@ def _planned(
     plan = plan_of(args, problem_of(args), backend, names=names)
     if fp8 is None:
         return args, plan, None
-    return args, replace(plan, reason=f"{plan.reason}; {fp8.words(refused)}"), fp8 if refused is None else None
+    return args, replace(plan, reason=f"{plan.reason}; {fp8.words(refused, args)}"), fp8 if refused is None else None
 
 
 def _check_keywords(packed: bool, keywords: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from warploom.attention.ops import fp8_op
 from warploom.attention.problem import AttentionArgs
 from warploom.bias import Bias
-from warploom.fp8 import BLOCK, Fp8Tensor, refuse_gradients
+from warploom.fp8 import ACCUMULATES, BLOCK, Fp8Tensor, refuse_gradients
 from warploom.kernels.e4m3 import E4M3
 from warploom.runtime import arguments, dispatch
 
@@ -48,6 +48,11 @@ class Fp8Call(NamedTuple):
         q, k, v = [t.scale for t in self.given]
         return q, k, v
 
+    @property
+    def fast(self) -> bool:
+        """Whether tensor cores alone sum P V."""
+        return self.given[2].accumulate == "fast"
+
     def refusal(self, args: AttentionArgs, backend: str | None, stats: bool) -> str | None:
         """Why no kernel multiplies the numbers of a validated call, or None; ``stats``: whether it asks for any."""
         data = self.given[0].data
@@ -57,26 +62,30 @@ class Fp8Call(NamedTuple):
             return "stats are computed of other numbers"
         if not torch.compiler.is_compiling() and type(data) is not Tensor:
             return "a subclass of torch.Tensor is to see every operation"
-        refused: str | None = dispatch.find(KERNEL).fp8_refusal(self.as_e4m3(args), self.out_dtype)  # type: ignore[attr-defined]
+        refused: str | None = dispatch.find(KERNEL).fp8_refusal(self.as_e4m3(args), self.out_dtype, self.fast)  # type: ignore[attr-defined]
         return None if refused is None else f"{KERNEL} {refused}"
 
     def run(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out and lse of a validated call that is not refused."""
-        found: tuple[Tensor, Tensor] = fp8_op(*self.as_e4m3(args)._replace(backend=KERNEL), *self.scales, self.out_dtype)
+        found: tuple[Tensor, Tensor] = fp8_op(
+            *self.as_e4m3(args)._replace(backend=KERNEL), *self.scales, self.out_dtype, self.fast
+        )
         return found
 
     def warm(self, args: AttentionArgs) -> None:
         """Make ready what ``run`` of the call over e4m3 runs."""
-        dispatch.find(KERNEL).warm_fp8(args, self.out_dtype)  # type: ignore[attr-defined]
+        dispatch.find(KERNEL).warm_fp8(args, self.out_dtype, self.fast)  # type: ignore[attr-defined]
 
-    def words(self, refused: str | None) -> str:
-        """What happens to the numbers, for explain()."""
+    def words(self, refused: str | None, args: AttentionArgs) -> str:
+        """What happens to the numbers of a validated call, for explain()."""
         scales = ["block" if t.scale.ndim > 1 else "tensor" if t.scale.shape == (1,) else "head" for t in self.given]
         scale = scales[0] if len(set(scales)) == 1 else ", ".join(scales)
         seed = self.given[0].hadamard_seed
         rotated = "" if seed is None else f", q and k rotated by seed {seed}"
         if refused is None:
-            return f"FP8 as it is, each key tile's PV added in float32: scales by {scale}{rotated}"
+            summed = "PV of all keys summed by tensor cores (fast)" if self.fast else "each key tile's PV added in float32"
+            module = dispatch.find(KERNEL).describe_fp8(args, self.out_dtype, self.fast)  # type: ignore[attr-defined]
+            return f"{module}; FP8 as it is, {summed}: scales by {scale}{rotated}"
         kind = str(self.wide).removeprefix("torch.")
         return f"FP8 is dequantised to {kind} first, as {refused}: scales by {scale}{rotated}"
 
@@ -114,6 +123,8 @@ def checked(
         if t.data.ndim != rank:
             raise ValueError(f"{name} must have {rank} dimensions {layout}, got shape {tuple(t.data.shape)}")
         _check_scale(name, t, descale is not None)
+    if given[2].accumulate not in ACCUMULATES:
+        raise ValueError(f"v.accumulate must be one of 'fp32', 'fast', got {given[2].accumulate!r}")
     if cu_seqlens is not None and descale is None:
         _check_starts(given, *cu_seqlens)
     seeds = [t.hadamard_seed for t in given]
@@ -206,4 +217,3 @@ def _check_starts(given: tuple[Fp8Tensor, ...], cu_seqlens_q: Any, cu_seqlens_k:
             same = cu.device == t.cu_seqlens.device and bool((cu == t.cu_seqlens).all())
         if not same:
             raise ValueError(f"{which} differs from the one that {name} was quantised with, whose blocks begin there")
-

@@ -14,7 +14,6 @@ from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, Kind
 from warploom.bias import Bias
 from warploom.masks import ColumnMask, Mask
-from warploom.masks.intervals import ResolvedMask
 from warploom.masks.kept import Kept
 from warploom.runtime import dispatch, invariance
 from warploom.runtime.arguments import Window, checked
@@ -47,11 +46,22 @@ def bind(backend: Backend, args: AttentionArgs, records: bool) -> Launch | None:
     left, right = args.left, args.right
     if args.cu_seqlens_q is not None:
         return _packed_launch(run, left, right, args.bounds is not None)
+    if args.documents is not None:
+        return _document_launch(run)
     seqlen_q = args.q.shape[1]
 
     def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: Kept, *seed: Tensor | None) -> tuple[Tensor, Tensor]:
         _, _, lts, lte, uts, ute = mask.resolved
         return run(q, k, v, sink, lts, lte, uts, ute, bounds_of_kept(mask, left, right, seqlen_q), *seed)
+
+    return launch
+
+
+def _document_launch(run: Launch) -> Launch:
+    """What gives ``run`` a mask of documents, of which it needs no bounds."""
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, mask: Kept) -> tuple[Tensor, Tensor]:
+        return run(q, k, v, sink, *mask.resolved[2:], None, mask.documents)
 
     return launch
 
@@ -74,7 +84,7 @@ def _packed_launch(run: Launch, left: int | None, right: int | None, with_bounds
 
 # What is known of a call before its arguments are checked: the key that a launcher is or may be kept under (None: none may),
 # the launcher, what it takes behind q, k, v and sink, the call's mask where it was asked, and whether gradients are recorded.
-Found = tuple[Hashable, Launch | None, tuple[Any, ...], ResolvedMask | None, bool]
+Found = tuple[Hashable, Launch | None, tuple[Any, ...], Kept | None, bool]
 
 NOTHING: Found = (None, None, (), None, False)
 
@@ -112,7 +122,7 @@ def find(
         or (vectors and checked())
     ):
         return NOTHING
-    resolved = None
+    kept = None
     try:
         if (
             not q.is_cuda
@@ -151,9 +161,9 @@ def find(
             if not isinstance(mask, PACKED_MASKS if vectors else Mask) or len(shape) != rank or len(shape_k) != rank:
                 return NOTHING
             kept = mask.kept(shape[length], shape_k[length], mask.device if isinstance(mask, ColumnMask) else device)
-            resolved, kind = kept.resolved, kept.kind
+            kind = kept.kind
             if kind is None:
-                return None, None, (), resolved, records
+                return None, None, (), kept, records
             key += kind
             if len(kind) > 2:
                 others = (*vectors, kept)
@@ -161,6 +171,6 @@ def find(
         if launch is not None and (dropout_p or dropout_seed is not None):
             seed = seed_of(dropout_p, dropout_seed, q)  # drawn here only where the checks, which draw too, are left out
             others = (*others, seed) if dropout_p else others
-        return key, launch, others, resolved, records
+        return key, launch, others, kept, records
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return NOTHING  # whatever this is, the checks say it in words

@@ -97,27 +97,28 @@ class AttentionWithMaxLogitsOp(AttentionOp):
 class Fp8Op(Op):
     """out, lse = attention_fp8(*AttentionArgs, …) of q, k and v that are e4m3 as they are, besides their scales.
 
-    The scales are those of `warploom.fp8.Fp8Tensor`, and the backend is one with a kernel that takes the call.
+    The scales and ``fast`` are those of `warploom.fp8.Fp8Tensor`, and the backend is one with a kernel that takes the call.
     """
 
     name, public = "attention_fp8", "warploom.attention of FP8 tensors"
     without = AttentionOp.without
     signature = (
-        f"({schema(AttentionArgs)}, Tensor scale_q, Tensor scale_k, Tensor scale_v, ScalarType out_dtype) -> (Tensor, Tensor)"
+        f"({schema(AttentionArgs)}, Tensor scale_q, Tensor scale_k, Tensor scale_v, ScalarType out_dtype, "
+        "bool fast) -> (Tensor, Tensor)"
     )
 
     def forward(self, *flat: Any) -> tuple[Tensor, Tensor]:
-        args, scales, out_dtype = AttentionArgs(*flat[:-4]), flat[-4:-1], flat[-1]
-        found: tuple[Tensor, Tensor] = dispatch.find(args.backend).forward_fp8(args, scales, out_dtype)  # type: ignore[attr-defined]
+        args, scales, (out_dtype, fast) = AttentionArgs(*flat[:-5]), flat[-5:-2], flat[-2:]
+        found: tuple[Tensor, Tensor] = dispatch.find(args.backend).forward_fp8(args, scales, out_dtype, fast)  # type: ignore[attr-defined]
         return found
 
     def fake(self, *flat: Any) -> tuple[Tensor, Tensor]:
-        args, out_dtype = AttentionArgs(*flat[:-4]), flat[-1]
+        args, out_dtype = AttentionArgs(*flat[:-5]), flat[-2]
         out = args.q.new_empty((*args.q.shape[:-1], args.v.shape[-1]), dtype=out_dtype)
         return out, args.q.new_empty(_lse_shape(args), dtype=torch.float32)
 
     def flops(self, *flat: Any) -> Any:
-        args = AttentionArgs(*flat[:-4])
+        args = AttentionArgs(*flat[:-5])
         return 2 * _scores(args) * (args.q.shape[-1] + args.v.shape[-1])
 
 

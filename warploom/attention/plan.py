@@ -27,7 +27,7 @@ def plan_of(
     found = dispatch.find(chosen)
     tile, at_once = found.tiles(args) or (None, 0)
     counts, skipped = (None, None)
-    whole = problem.layout == "dense" and not problem.q_offset
+    whole = problem.layout == "dense" and not problem.q_offset and not found.packs(problem)
     if tile is not None and whole and problem.seqlen_q and problem.seqlen_k:
         device = args.q.device if mask is None else torch.device("cpu")
         classes = TileClasses.of(mask or args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once, device)

@@ -18,7 +18,7 @@ MOST_OFFSET = 1 << 29
 _ALWAYS = ("q", "k", "v", "sink")
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _COLUMNS = ("lts", "lte", "uts", "ute", "bounds")
-LAUNCHED = (*_ALWAYS, *_SEQUENCES, *_COLUMNS, "dropout_seed")  # tensors that launchers take, in their order
+LAUNCHED = (*_ALWAYS, *_SEQUENCES, *_COLUMNS, "documents", "dropout_seed")  # tensors that launchers take, in their order
 
 
 class AttentionArgs(NamedTuple):
@@ -65,6 +65,10 @@ class AttentionArgs(NamedTuple):
     shapes and the call's options: not on the batch, its other sequences, its longest lengths, nor on where its tokens lie.
     ``deterministic`` is true then.
 
+    ``documents``, int32 (documents + 1,), is what a dense call's mask says besides: it hides nothing but other documents, which
+    lie in a row, and what the band hides. They start there, within the call's one batch entry, as cu_seqlens has them; tokens
+    past the last one are none's. Whoever does not make use of it has the same in the vectors.
+
     ``k`` and ``v`` of a paged call may be float8_e4m3fn, with ``k_scale`` and ``v_scale``, float32 (1,), (heads_kv,) or a token
     and head, (pages, page_size, heads_kv): what their numbers are multiplied by. q has another dtype then, is rotated as k is,
     and nothing has a gradient.
@@ -102,6 +106,7 @@ class AttentionArgs(NamedTuple):
     batch_invariant: bool = False
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    documents: Tensor | None = None
 
     @property
     def mask(self) -> ResolvedMask:
@@ -117,6 +122,8 @@ class AttentionArgs(NamedTuple):
             found = (*found, "block_table")
         if self.lts is not None or self.ute is not None:
             found = (*found, *_COLUMNS)
+        if self.documents is not None:
+            found = (*found, "documents")
         return (*found, "dropout_seed") if self.dropout_p else found
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -164,6 +171,7 @@ class AttentionProblem:
     bias_grad: bool = False  # which has a gradient
     batch_invariant: bool = False
     fp8_pages: bool = False  # k and v are e4m3 with scales
+    documents: bool = False  # the column mask is of documents in a row, which say where they start
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -200,6 +208,7 @@ class AttentionProblem:
             bias_grad=args.bias_grad,
             batch_invariant=args.batch_invariant,
             fp8_pages=args.k_scale is not None,
+            documents=args.documents is not None,
         )
 
     def describe(self) -> str:

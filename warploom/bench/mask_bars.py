@@ -56,6 +56,8 @@ def share(measure: str, mask: Mask, seqlen: int, q: Tensor, k: Tensor, v: Tensor
         keys = max(keys, BLOCK) if blocked else keys
         classes = TileClasses.of(resolved, seqlen, seqlen, queries, keys, q.device)
         counted[queries, keys] = int((classes.partial + classes.full).sum()) * queries * keys / classes.hidden.numel()
+    if measure == "forward" and plan.tile and plan.tiles is None:  # which begin where documents do
+        counted = {}
     processed = sum(counted.values()) / len(counted) if counted else 0
     rho = mask.density(seqlen, seqlen) * seqlen**2 / processed if processed else None
     return Share(plan.implementation, tiles, rho)

@@ -17,6 +17,7 @@ from warploom.bias import T5_MAX_DISTANCE
 from warploom.commands.devices import capability
 from warploom.commands.mask_argument import parse_mask
 from warploom.masks import ResolvedMask
+from warploom.masks.kept import Kept
 from warploom.runtime import machine
 from warploom.runtime.outline import Outline
 from warploom.runtime.plan import Plan
@@ -86,6 +87,11 @@ def _plan(options: argparse.Namespace, device: torch.device) -> Plan:
     mask = None if options.mask is None else parse_mask(options.mask)
     resolved = None if mask is None else mask.resolve(options.seqlen, seqlen_k, "cpu")
     vectors = [] if resolved is None else [None if t is None else Outline(t.shape, t.dtype, device) for t in resolved.vectors]
+    kept = None
+    if mask is not None and resolved is not None:
+        count = mask._documents(options.seqlen, seqlen_k) if device.type == "cuda" else None
+        documents = None if count is None else Outline((count + 1,), torch.int32, device)
+        kept = Kept(ResolvedMask(resolved.left, resolved.right, *vectors), False, documents)
     args = dense_args(
         tensor(options.seqlen, options.heads, options.head_dim),
         tensor(seqlen_k, kv_heads, options.head_dim),
@@ -99,7 +105,7 @@ def _plan(options: argparse.Namespace, device: torch.device) -> Plan:
         dropout_seed=Outline((1,), torch.int64, device),
         deterministic=options.deterministic or None,
         batch_invariant=options.batch_invariant,
-        resolved=None if resolved is None else ResolvedMask(resolved.left, resolved.right, *vectors),
+        kept=kept,
     )
     if options.bias_grad and (options.bias is None or not options.backward):
         raise ValueError("--bias-grad asks for the gradient of a bias: it goes with --bias and --backward")

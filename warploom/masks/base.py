@@ -41,6 +41,17 @@ class BaseMask:
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         raise NotImplementedError
 
+    def _resolve_with_starts(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[ResolvedMask, Tensor | None]:
+        """As ``_resolve``, and the ``documents`` of `Kept`."""
+        return self._resolve(seqlen_q, seqlen_k, device), None
+
+    def _documents(self, seqlen_q: int, seqlen_k: int) -> int | None:
+        """How many documents follow each other from position 0 on, if it hides nothing but those of others, and a band.
+
+        None: it is no such mask, or does not say where they start.
+        """
+        return None
+
     def _extent(self) -> int | None:
         """seqlen_k where the mask itself determines it."""
         return None
@@ -89,7 +100,7 @@ class BaseMask:
             for (same, _), made in list(cache.items()):
                 if same == kind:  # on any stream: a graph is replayed later than all that was launched before its capture
                     own.setdefault("_captured", {})[kind] = made  # whose addresses the graph keeps
-                    return Kept(made.resolved, False)
+                    return Kept(made.resolved, False, made.documents)
             raise ValueError(
                 f"{type(self).__name__} holds host data, which no CUDA graph capture can copy: call "
                 "it once before the capture with the same lengths, or move it with .to(device) first"
@@ -111,7 +122,8 @@ class BaseMask:
     def _made(self, seqlen_q: int, seqlen_k: int, device: torch.device, lasts: bool) -> Kept:
         if self._columns and (seqlen_q > LONGEST or seqlen_k > LONGEST):
             _check_longest(seqlen_q, seqlen_k)
-        return Kept(finish(self._resolve(seqlen_q, seqlen_k, device)), lasts)
+        resolved, documents = self._resolve_with_starts(seqlen_q, seqlen_k, device)
+        return Kept(finish(resolved), lasts, documents)
 
     def dense(self, seqlen_q: int | None = None, seqlen_k: int | None = None) -> Tensor:
         """The whole matrix, for tests and small masks: bool (batch|1, heads|1, seqlen_q, seqlen_k), True = visible."""

@@ -15,13 +15,18 @@ class Kept:
     Attributes:
         kind: all of it but its vectors' contents; None where these are not plain tensors.
         prepared: what others made of the vectors, by keys of theirs; None where nothing may be kept.
+        documents: of a mask that is nothing but documents in a row, and a band, where they start: int32 (documents + 1,), as
+            cu_seqlens. None: it is not, or does not say.
     """
 
-    __slots__ = ("kind", "prepared", "resolved")
+    __slots__ = ("documents", "kind", "prepared", "resolved")
 
-    def __init__(self, resolved: ResolvedMask, lasts: bool) -> None:
+    def __init__(self, resolved: ResolvedMask, lasts: bool, documents: Tensor | None = None) -> None:
         self.resolved = resolved
+        self.documents = documents
         self.kind = _kind(resolved)
+        if self.kind is not None and documents is not None:
+            self.kind += (documents.shape,)
         self.prepared: dict[Any, Any] | None = {} if lasts and self.kind is not None else None
 
 

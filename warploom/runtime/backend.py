@@ -24,8 +24,8 @@ class Backend(Protocol):
         """Why this machine cannot run it, or None."""
         return None
 
-    def declines(self) -> str | None:
-        """Why it does not run unasked here, though it could; None: it does."""
+    def declines(self, problem: Any = None) -> str | None:
+        """Why it does not run a problem unasked here, though it could; None: it does. Of no problem: why it runs none."""
         return None
 
     @abstractmethod
@@ -44,6 +44,10 @@ class Backend(Protocol):
     def tiles(self, args: Any) -> tuple[tuple[int, int], int] | None:
         """Queries × keys of a call's forward tiles and how many keys are skipped at once, for explain(); None: no tiles."""
         return None
+
+    def packs(self, problem: Any) -> bool:
+        """Whether it runs a dense problem's forward pass as packed sequences, whose tiles nobody counts."""
+        return False
 
     def backward_tiles(self, args: Any) -> dict[str, tuple[int, int]]:
         """Queries × keys of the tiles from which each gradient is summed, by its name, for explain(); {}: nothing to say."""
@@ -81,4 +85,4 @@ class Backend(Protocol):
 
     def refusal(self, problem: Any, by_name: bool = False) -> str | None:
         """Why it does not run the problem, unasked or ``by_name``, or None."""
-        return self.available() or (None if by_name else self.declines()) or self.supports(problem)
+        return self.available() or (None if by_name else self.declines(problem)) or self.supports(problem)

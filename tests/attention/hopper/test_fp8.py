@@ -16,17 +16,18 @@ from tests.attention.hopper.test_plan import OVERHEAD, SHARED, problem
 from tests.compiled import Built, machine_code
 from tests.plain import parameters
 from tests.sources import imported
-from warploom import attention
+from warploom import attention, attention_varlen, explain
 from warploom.attention import fp8, hopper
-from warploom.attention.arguments import dense_args
+from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.features import Features
 from warploom.attention.fp8 import checked
 from warploom.attention.hopper import fp8_run
 from warploom.attention.hopper.fp8_config import FP8_SOURCES, Fp8ForwardConfig
 from warploom.attention.hopper.fp8_plan import fp8_config, fp8_set, problem_refusal
-from warploom.attention.problem import AttentionProblem
+from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.bias import ALiBi
 from warploom.fp8 import Fp8Tensor, quantize
+from warploom.masks import ColumnMask
 from warploom.runtime import module_spec, modules
 
 needs_dsl = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
@@ -60,13 +61,13 @@ def test_what_the_kernel_refuses() -> None:
     def refused(**changes: object) -> str | None:
         return problem_refusal(problem(dtype=E4M3, **changes))
 
-    assert refused() is None and refused(left=5, right=0, sink=True, softcap=True) is None
+    assert refused() is None and refused(left=5, right=0, sink=True, softcap=True, layout="varlen") is None
     assert refused(head_dim=72) == "takes FP8 with head_dim from 16 to 256 in steps of 16, not 72"
     assert refused(head_dim_v=272) == "takes FP8 with head_dim_v from 16 to 256 in steps of 16, not 272"
-    assert refused(columns=("lts",)) == "has no FP8 kernel with a column mask"
+    assert refused(columns=("lts",)) is None
+    assert refused(columns=("lts",), layout="varlen") == "has no FP8 kernel with a packed column mask"
     assert refused(dropout=True) == "has no FP8 kernel with dropout" and refused(bias="alibi") is not None
-    for layout in ("varlen", "paged"):
-        assert refused(layout=layout) == "takes no FP8 in packed sequences or pages, or with query offsets"
+    assert refused(layout="paged") == "takes no FP8 in pages, or with query offsets"
 
 
 @needs_dsl
@@ -90,8 +91,8 @@ def test_threads_have_the_keys_that_their_operand_wants(tile_n: int) -> None:
 
 CORE = {
     "head_dim 64": fp8_config(Features(E4M3, 64, 64, right=True), BF16),
-    "head_dim 128": fp8_config(Features(E4M3, 128, 128), BF16),
-    "head_dim 256": fp8_config(Features(E4M3, 256, 256, right=True), BF16),
+    "head_dim 128, masked": fp8_config(Features(E4M3, 128, 128, right=True, columns=True), BF16),
+    "head_dim 256": fp8_config(Features(E4M3, 256, 256, right=True, varlen=True), BF16),
 }
 
 
@@ -128,6 +129,9 @@ def test_keys_are_put_together() -> None:
 
 
 def test_the_last_quad_of_keys_is_readable() -> None:
+    packed = torch.arange(8 * 3 * 16).to(torch.uint8).view(8, 3, 16)
+    found = fp8_run.quads_readable(packed)
+    assert torch.equal(found, packed) and found.untyped_storage().nbytes() >= 11 * 3 * 16
     for seqlen in (8, 9, 11):
         k = torch.arange(2 * seqlen * 3 * 16).to(torch.uint8).view(2, seqlen, 3, 16)
         for batch in (slice(0, 1), slice(1, 2)):
@@ -145,6 +149,15 @@ def test_rows_that_tma_cannot_read_are_copied() -> None:
         assert fp8_run.read_by_tma(strided).is_contiguous()
 
 
+def shown(mask: Any, seqlen_k: int) -> ColumnMask:
+    """The mask that a module is handed."""
+    *vectors, bounds, present = mask
+    assert bounds.shape == (1, 1, -(-seqlen_k // 64) + -(-seqlen_k // 2048), 8)
+    return ColumnMask(
+        **{n: t for i, (n, t) in enumerate(zip(("lts", "lte", "uts", "ute"), vectors, strict=True)) if present >> i & 1}
+    )
+
+
 def stand_in(seen: list[Fp8ForwardConfig]) -> Callable[[Any], Callable[..., None]]:
     """In the place of compiled modules: the specification over what they are handed."""
 
@@ -153,17 +166,28 @@ def stand_in(seen: list[Fp8ForwardConfig]) -> Callable[[Any], Callable[..., None
 
         def call(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale_q: Tensor, scale_k: Tensor, scale_v: Tensor,
-            sink: Any, parts: Any, scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int,
-            blocks: int,
+            sink: Any, cu_q: Any, cu_k: Any, used_k: Any, counter: Any, parts: Any, mask: Any, scale: float,
+            softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
         ) -> None:  # fmt: skip
             seen.append(config)
-            # Keys that no query sees are gone, and their scales are not read.
-            scales = (scale_q, *(s[:, : -(-k.shape[1] // 128)] for s in (scale_k, scale_v)))
-            x = [Fp8Tensor(t.view(E4M3), s).dequantize() for t, s in zip((q, k, v), scales, strict=True)]
-            # The band counts from the last key that is left.
+            scales = (scale_q, scale_k, scale_v)
             window = (left if config.left else None, right if config.right else None)
             options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink": sink, "return_lse": True}
-            found = attention(*x, window=window, backend="reference", **options)
+            options |= {"window": window, "backend": "reference"}
+            if config.varlen:
+                values = torch.zeros(k.shape[0], *v.shape[1:], dtype=torch.uint8)
+                for n in range(len(cu_k) - 1):
+                    begin, end = int(cu_k[n]), int(cu_k[n + 1])
+                    at = (begin // 128 + n) * 128
+                    values[begin:end] = v[at : at + end - begin]
+                given = zip((q, k, values), scales, (cu_q, cu_k, cu_k), strict=True)
+                x = [Fp8Tensor(t.view(E4M3), s, cu).dequantize() for t, s, cu in given]
+                found = attention_varlen(*x, cu_q, cu_k, seqused_k=used_k, **options)
+            else:
+                # Keys that no query sees are gone, and their scales are not read; the band counts from the last that is left.
+                scales = (scale_q, *(s[:, : -(-k.shape[1] // 128)] for s in scales[1:]))
+                x = [Fp8Tensor(t.view(E4M3), s).dequantize() for t, s in zip((q, k, v), scales, strict=True)]
+                found = attention(*x, mask=None if mask is None else shown(mask, k.shape[1]), **options)
             out.copy_(found[0])
             lse.copy_(found[1])
 
@@ -181,16 +205,19 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[Fp8ForwardConfig]:
     monkeypatch.setattr(fp8_run, "_first_launch", lambda *_: None)
     monkeypatch.setattr(fp8_run, "launch_on", lambda index, function, given: function(*given))
     monkeypatch.setattr(fp8_run, "processors", lambda index: 132)
+    monkeypatch.setattr(fp8_run, "counter_on", lambda device: torch.zeros(1, dtype=torch.int32))
+    monkeypatch.setattr(fp8_run, "with_bounds", lambda args: args._replace(bounds=torch.zeros(1, 1, 4, 8)))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return seen
 
 
-def handed(x: Inputs, **options: Any) -> tuple[Tensor, Tensor]:
+def handed(x: Inputs, make: Callable[..., AttentionArgs], *starts: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """What the host makes of a call that no kernel may be asked for here."""
-    call = checked(*x, None, None, None, {"sink": options.get("sink"), "bias": None})
-    args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
+    packed = (starts[0], starts[-1]) if starts else None
+    call = checked(*x, None, None, None, {"sink": options.get("sink"), "bias": None}, packed)
+    args = call.as_e4m3(make(*call.stand_ins(), *starts, **options))
     assert problem_refusal(AttentionProblem.from_args(args, False)) is None
-    return fp8_run.forward(args, call.scales, torch.bfloat16)
+    return fp8_run.forward(args, call.scales, torch.bfloat16, call.fast)
 
 
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
@@ -203,15 +230,56 @@ def test_a_dense_call(played: list[Fp8ForwardConfig], granularity: Any, options:
         drawn(drawing, 2, 150, 4, 16), drawn(drawing + 1, 2, 139, 2, 16), drawn(drawing + 2, 2, 139, 2, 32),
         granularity=granularity,
     )  # fmt: skip
-    out, lse = handed(x, **options)
+    out, lse = handed(x, dense_args, **options)
     want = attention(*x, return_lse=True, out_dtype=torch.bfloat16, backend="reference", **options)
     assert len(played) == 1
     torch.testing.assert_close(out, want[0], atol=1e-4, rtol=2.0**-7, msg=str(drawing))
     torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
 
 
+@pytest.mark.parametrize("granularity", ["block", "head"])
+@pytest.mark.parametrize("band", [{"causal": True}, {"window": (20, 5)}], ids=str)
+def test_a_packed_call(played: list[Fp8ForwardConfig], granularity: Any, band: dict[str, Any]) -> None:
+    """NaN among values that no query sees stays where it is."""
+    drawing = secrets.randbelow(2**31)
+    starts_q, starts_k = torch.tensor([0, 40, 40, 200]).int(), torch.tensor([0, 150, 300, 511]).int()
+    used = torch.tensor([149, 3, 211]).int()
+    q, k, v = drawn(drawing, 200, 6, 32), drawn(drawing + 1, 520, 2, 32), drawn(drawing + 2, 520, 2, 48)
+    v[149], v[515] = float("nan"), float("nan")
+    x = quantize(q, k, v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, granularity=granularity)
+    options: dict[str, Any] = {"seqused_k": used, **band}
+    out, lse = handed(x, varlen_args, starts_q, starts_k, **options)
+    want = attention_varlen(*x, starts_q, starts_k, return_lse=True, out_dtype=BF16, backend="reference", **options)
+    assert played[0].varlen and played[0].used and played[0].right and not want[0].isnan().any()
+    torch.testing.assert_close(out, want[0], atol=1e-4, rtol=2.0**-7, msg=str(drawing))
+    torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_call_under_a_column_mask(played: list[Fp8ForwardConfig], causal: bool) -> None:
+    drawing = secrets.randbelow(2**31)
+    x = quantize(drawn(drawing, 2, 150, 4, 16), drawn(drawing + 1, 2, 139, 2, 16), drawn(drawing + 2, 2, 139, 2, 32))
+    lts = torch.randint(0, 150, (2, 2, 139), generator=torch.Generator().manual_seed(drawing), dtype=torch.int32)
+    mask = ColumnMask(lts, lts + 40, causal=causal)
+    out, lse = handed(x, dense_args, mask=mask)
+    want = attention(*x, mask=mask, return_lse=True, out_dtype=BF16, backend="reference")
+    assert played[0].columns and played[0].right == causal
+    torch.testing.assert_close(out, want[0], atol=1e-4, rtol=2.0**-7, msg=str(drawing))
+    torch.testing.assert_close(lse, want[1], atol=1e-5, rtol=1e-5, msg=str(drawing))
+
+
+def test_who_asks_for_fast_sums_gets_them(multiplied: list[Fp8ForwardConfig]) -> None:
+    x = quantize(*three(1), accumulate="fast")
+    attention(*x, out_dtype=BF16)
+    assert [config.fast for config in multiplied] == [True] and "fast" in multiplied[0].name
+    told = explain(*x, out_dtype=BF16).reason
+    assert "summed by tensor cores (fast)" in told and multiplied[0].name in told
+    with pytest.raises(ValueError, match="accumulate must be one of 'fp32', 'fast', got 'slow'"):
+        quantize(*three(1), accumulate="slow")  # type: ignore[arg-type]
+
+
 def test_the_stand_in_takes_what_the_kernel_takes() -> None:
-    names = list(inspect.signature(stand_in([])(CORE["head_dim 128"].spec)).parameters)
+    names = list(inspect.signature(stand_in([])(CORE["head_dim 64"].spec)).parameters)
     assert [*names, "stream"] == parameters("attention/hopper/fp8_forward.py", "Fp8Forward.__call__")
 
 
@@ -225,8 +293,8 @@ def test_bands_that_hide_first_keys(options: dict[str, Any], hides: bool, monkey
     x = quantize(drawn(1, 1, 30, 2, 32), drawn(2, 1, 203, 2, 32), drawn(3, 1, 203, 2, 32))
     call = checked(*x, None, None, None, {})
     args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
-    assert (fp8_run.refusal(args, BF16) is not None) == hides
-    assert fp8_run.refusal(args, torch.float32) is not None
+    assert (fp8_run.refusal(args, BF16, False) is not None) == hides
+    assert fp8_run.refusal(args, torch.float32, False) is not None
 
 
 # Under torch's machinery
@@ -250,7 +318,7 @@ def test_the_op_holds_its_contract(multiplied: list[Fp8ForwardConfig]) -> None:
     call = checked(*quantize(*three(1)), None, None, None, {})
     options: dict[str, Any] = {"window": (150, -20), "softcap": 3.0, "sink": drawn(1, 4)}
     args = call.as_e4m3(dense_args(*call.stand_ins(), **options))._replace(backend="hopper")
-    flat = (*args, *call.scales, torch.float16)
+    flat = (*args, *call.scales, torch.float16, False)
     utils = ("test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.warploom.attention_fp8.default, flat, test_utils=utils)
     assert multiplied

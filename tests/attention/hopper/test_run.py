@@ -381,14 +381,14 @@ def test_no_two_packed_calls_count_with_one_counter(monkeypatch: pytest.MonkeyPa
     kept: list[Tensor] = []
     for turn in range(2 * run._COUNTERS + 50):
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=turn % 2: stream, raising=False)
-        kept.append(run._counter(device))
+        kept.append(run.counter_on(device))
         assert kept[-1].shape == (1,) and kept[-1].dtype == torch.int32 and not kept[-1].any()
         kept[-1] += 1  # as a launch does
     storages = [{t.untyped_storage().data_ptr() for t in kept[stream::2]} for stream in range(2)]
     assert len({t.data_ptr() for t in kept}) == len(kept) and not storages[0] & storages[1]
     left = {key: len(pool) for key, pool in run._counters.items()}
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    captured = run._counter(device)
+    captured = run.counter_on(device)
     assert not captured.any() and captured.untyped_storage().nbytes() == 4
     assert left == {key: len(pool) for key, pool in run._counters.items()}
 

@@ -2,12 +2,15 @@
 
 A number has to be within half a step of e4m3 of what it stands for, rotated where it is, by a scale that the largest of its
 block, head or tensor makes; that is the stated bound. A call is that of the other families over the numbers as they are.
+
+On a GPU all problems are such that Hopper's kernel multiplies the numbers as they are. What is right is what the other families
+call so, of models that round P to e4m3 and cut scores as tensor cores do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +19,21 @@ from torch import Tensor
 
 from tests.fuzz.draw import Draw
 from tests.fuzz.families import attention as dense
+from tests.fuzz.families import softmax as shared
 from tests.fuzz.families import varlen as packed
+from tests.fuzz.families.softmax import Variant
+from tests.fuzz.families.spread import spread
 from tests.fuzz.oracle.decode import Decode
 from tests.fuzz.problem import DTYPES, Expected, spec
+from warploom.attention.fp8 import Fp8Call
 from warploom.fp8 import quantize
+from warploom.runtime.arguments import keeps_nothing
 
 NAME = "fp8"
-BACKENDS = ("cpu", "reference")
-BLOCK = 128
+BACKENDS = ("cpu", "hopper", "reference")
+BLOCK, STEP = 128, 16
+HALVES = ("bfloat16", "float16")
+LSE_SLACK = 1e-4
 EXCLUSIVE = [
     *[({a, b}, reason) for group, reason in dense.ONE_OF for a in group for b in group if a < b],
     ({"packed", "dense"}, "one or the other"),
@@ -68,24 +78,74 @@ def _family(p: Fp8) -> Any:
     return packed if isinstance(p.base, packed.Varlen) else dense
 
 
-def variants(d: Draw, backend: str, count: int) -> list[Any]:
-    raise NotImplementedError("a GPU's kernel of FP8 rounds weights too, which no model here does")
+@dataclass(frozen=True)
+class OnHopper:
+    """What a module of Hopper's kernel depends on."""
+
+    base: Variant
+    out_dtype: str
 
 
-def draw(d: Draw, variant: None, backend: str) -> Fp8:
+def variants(d: Draw, backend: str, count: int) -> list[OnHopper]:
+    return spread(lambda: _variant(d, backend), count, lambda one: astuple(one.base))
+
+
+def _variant(d: Draw, backend: str) -> OnHopper:
+    base = shared.draw_variant(d, backend, ("dense", "dense", "varlen"))
+    dims = {n: -(-getattr(base, n) // STEP) * STEP for n in ("head_dim", "head_dim_v")}
+    base = replace(base, **dims, vectors=(), dropout=False, lse_gradient=False, deterministic=False)
+    return OnHopper(base, d.pick(HALVES, (2, 1)))
+
+
+def draw(d: Draw, variant: OnHopper | None, backend: str) -> Fp8:
     family = packed if d.chance(0.4) else dense
+    if variant is not None:
+        family = packed if variant.base.layout == "varlen" else dense
     while True:
-        base = family.draw(d, None, backend)
-        if not (base.offsets or getattr(base, "page_size", 0) or getattr(base, "visible_nan", "")):
+        base = family.draw(d, None if variant is None else variant.base, backend)
+        if base.offsets or getattr(base, "page_size", 0) or getattr(base, "visible_nan", ""):
+            continue
+        base = replace(base, backward=False, lse_gradient="", bias_gradient=False, invariant="")
+        if variant is None or _served(base):
             break
     return Fp8(
-        base=replace(base, backward=False, lse_gradient="", bias_gradient=False, invariant=""),
+        base=base,
         granularity=d.pick(("block", "head", "tensor"), (2, 1, 1)),
         rotation=d.pick((None, 0, d.seed64())),
-        out_dtype=d.pick(("", "", "float16", "bfloat16", "float32", "float64")),
+        out_dtype=d.pick(("", "", "float16", "bfloat16", "float32", "float64")) if variant is None else variant.out_dtype,
         plain=d.chance(0.3),
         padding=d.chance(0.4),
     )
+
+
+def _served(base: Any) -> bool:
+    """Whether Hopper's kernel takes the call, as its documentation says."""
+    if base.head_dim % STEP or base.head_dim_v % STEP or (base.scale is not None and base.scale <= 0) or base.stats:
+        return False
+    left, right = dense.band(base)
+    if keeps_nothing(left, right):
+        return False
+    if isinstance(base, packed.Varlen):
+        return base.total_q > 0 and base.total_k >= BLOCK * max(len(base.lengths_q), 1)
+    if 0 in (base.batch, base.seqlen_q, base.seqlen_k):
+        return False
+    shift = base.seqlen_k - base.seqlen_q
+    hides_first = left is not None and shift > left
+    return not hides_first and (right is None or base.seqlen_k + right > 0)
+
+
+def modules(p: Fp8, backend: str) -> list[Any]:
+    """The one that the problem takes."""
+    from warploom.attention.features import Features
+    from warploom.attention.hopper.fp8_plan import fp8_config
+
+    base, (left, right) = p.base, dense.band(p.base)
+    features = Features(
+        torch.float8_e4m3fn, base.head_dim, base.head_dim_v, right=right is not None, left=left is not None,
+        softcap=base.softcap != 0.0, sink=bool(base.sink), varlen=_family(p) is packed,
+        used=getattr(base, "used", None) is not None,
+    )  # fmt: skip
+    return [fp8_config(features, p.of_call).spec]
 
 
 def features(p: Fp8) -> frozenset[str]:
@@ -147,6 +207,9 @@ def run(p: Fp8, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]
     if p.plain:
         call["descale"] = tuple(t.scale for t in quantised.values())
     tensors = {n: t.data if p.plain else t for n, t in quantised.items()}
+    given["kernel"] = backend == "hopper"
+    if given["kernel"]:
+        refuse_numbers()
     found: dict[str, Tensor | None] = _family(p).run(base, {**given, **tensors, "options": call}, backend)
     given["numbers"] = {}
     for name, t in quantised.items():
@@ -204,7 +267,12 @@ def oracle() -> SimpleNamespace:
 def expect(p: Fp8, given: dict[str, Any], oracle: SimpleNamespace, again: bool = False) -> dict[str, Expected]:
     numbers = given["numbers"]
     known = _family(p).oracle()
-    found: dict[str, Expected] = _family(p).expect(replace(p.base, dtype="float32"), {**given, **numbers}, known, again)
+    arguments: Any = replace(p.base, dtype="float32"), {**given, **numbers}
+    found: dict[str, Expected] = _family(p).expect(*arguments, known, again)
+    if given["kernel"]:
+        low = SimpleNamespace(**{**vars(known), "products": _cut_products, "rounded_weights": _weights_in_e4m3})
+        models: dict[str, Expected] = _family(p).expect(*arguments, low, again)
+        found |= {n: replace(found[n], lows=models[n].lows, atol=LSE_SLACK if n == "lse" else None) for n in ("out", "lse")}
     kind = p.of_call
     narrow = kind if torch.finfo(kind).eps > torch.finfo(torch.float32).eps else None
     lows = tuple(low if narrow is None else low.to(narrow) for low in found["out"].lows)
@@ -215,8 +283,37 @@ def expect(p: Fp8, given: dict[str, Any], oracle: SimpleNamespace, again: bool =
     return found
 
 
+def refuse_numbers() -> None:
+    """From now on no call may be dequantised in this process."""
+
+    def dequantised(*_: object) -> None:
+        raise AssertionError("was dequantised")
+
+    Fp8Call.as_numbers = dequantised  # type: ignore[assignment, method-assign]
+
+
+def _cut_products(q: Tensor, k: Tensor, rounded: torch.dtype | None) -> Tensor:
+    """q kᵀ; of a model as tensor cores sum e4m3 products: 32 at a time, cut 13 bits behind the leading bit of the largest."""
+    exact: Tensor = q @ k.transpose(-1, -2)
+    if rounded is None:
+        return exact
+    dim = q.shape[-1]
+    largest = exact.abs() + 8 / dim * q.norm(dim=-1)[..., None] * k.norm(dim=-1)[..., None, :]
+    noise = torch.frac(torch.sin(torch.arange(exact.numel(), device=exact.device) * 12.9898) * 43758.5453).view(exact.shape)
+    return exact + 2.0**-13 * -(-dim // 32) * largest * noise
+
+
+def _weights_in_e4m3(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """P in e4m3, a row's largest between 2^6 and 2^8.75."""
+    top = weights.amax(-1, keepdim=True) if weights.shape[-1] else weights.new_ones(*weights.shape[:-1], 1)
+    top = torch.where(top > 0, top, 1.0)
+    scale = torch.exp2(6.0 + torch.remainder(-torch.log2(top), 2.75)) / top
+    return (weights * scale).to(torch.float8_e4m3fn).to(weights.dtype) / scale
+
+
 def _within(p: Fp8, name: str, x: Tensor, numbers: Tensor, oracle: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """The numbers where they are within their bound, and what they stand for elsewhere; the scales that they have to have."""
+    device, x, numbers = x.device, x.cpu(), numbers.cpu()
     rows = x.float().flatten(0, -3).double()
     if name != "v" and p.rotation is not None:
         rows = oracle.turned(rows, p.rotation)
@@ -228,7 +325,7 @@ def _within(p: Fp8, name: str, x: Tensor, numbers: Tensor, oracle: SimpleNamespa
     clean = torch.where(rows.isfinite(), rows, 0.0)
     top = clean.abs().amax(-1) if rows.shape[-1] else clean.new_zeros(count, heads)
     if not count:
-        return numbers, top.reshape(x.shape[:-1])
+        return numbers.to(device), top.reshape(x.shape[:-1]).to(device)
     if p.granularity == "block":
         block = _blocks(p, name, count)
         tops = top.new_zeros(int(block.max()) + 1, heads).scatter_reduce(0, block[:, None].expand(-1, heads), top, "amax")
@@ -241,7 +338,7 @@ def _within(p: Fp8, name: str, x: Tensor, numbers: Tensor, oracle: SimpleNamespa
     flat = numbers.flatten(0, -3).double()
     near = (flat - rows).abs() <= bound
     ref = torch.where(rows.isfinite(), torch.where(near, flat, rows), torch.nan)
-    return ref.reshape(numbers.shape), scale.reshape(x.shape[:-1])
+    return ref.reshape(numbers.shape).to(device), scale.reshape(x.shape[:-1]).to(device)
 
 
 def refusal(p: Fp8, given: dict[str, Any], backend: str) -> str | None:

@@ -18,6 +18,16 @@ from tests.fuzz.oracle import masks, philox, tf32
 _LOG2E = 1.4426950408889634
 
 
+def products(q: Tensor, k: Tensor, rounded: torch.dtype | None) -> Tensor:
+    """q kᵀ; ``rounded``: as a low-precision model computes it."""
+    return tf32.product(q, k.transpose(-1, -2), rounded)
+
+
+def rounded_weights(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """P as a low-precision model has it."""
+    return weights.to(dtype).to(weights.dtype)
+
+
 def bend(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
     """Scores under a softcap, and the derivative."""
     if not softcap:
@@ -88,6 +98,8 @@ def functions() -> SimpleNamespace:
         seen_of_chunks=masks.of_chunks,
         kept_of_chunks=masks.of_chunks,
         kept=philox.kept,
+        products=products,
+        rounded_weights=rounded_weights,
         bend=bend,
         biased=biased,
         over_queries=over_queries,
@@ -145,9 +157,13 @@ def attend(
 
     def held(weights: Tensor) -> Tensor:
         """Weights under dropout, rounded."""
+
+        def rounded_to(weights: Tensor) -> Tensor:
+            return weights if rounded is None else oracle.rounded_weights(weights, rounded)
+
         if keep is None:
-            return low(weights)
-        return low(weights) * keep if late else low(weights * keep)
+            return rounded_to(weights)
+        return rounded_to(weights) * keep if late else rounded_to(weights * keep)
 
     def exponent(scores: Tensor, level: Tensor) -> Tensor:
         """Of 2, in the weights relative to a level: both are rounded on their way."""
@@ -163,7 +179,7 @@ def attend(
 
     def scored_again() -> tuple[Tensor, Tensor | float]:
         """Scores as a later pass computes them, which sums them in another order, and the softcap's derivative."""
-        again, slope = oracle.bend(product(q.flip(-1), ks.flip(-1).transpose(-1, -2)) * scale, softcap)
+        again, slope = oracle.bend(oracle.products(q.flip(-1), ks.flip(-1), rounded) * scale, softcap)
         return torch.where(seen, added(again), float("-inf")), slope
 
     # What no query sees, and a query that sees nothing, changes nothing, whatever it holds.
@@ -173,7 +189,7 @@ def attend(
     lost = torch.isnan(vs)
     vs = torch.where(lost, 0.0, vs)
 
-    scores, slope = oracle.bend(product(q, ks.transpose(-1, -2)) * scale, softcap)
+    scores, slope = oracle.bend(oracle.products(q, ks, rounded) * scale, softcap)
     scores = torch.where(seen, added(scores), float("-inf"))
     sinks = None if sink is None else oracle.sink_score(sink, scale).to(q.dtype)[None, :, None, None]
     lse = oracle.denominator(scores, sinks)

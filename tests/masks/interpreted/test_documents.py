@@ -32,7 +32,10 @@ def vectors(*arguments: Any) -> tuple[Tensor | None, ...]:
 def check(rows: Tensor, cumulative: bool, seqlen_q: int, seqlen_k: int) -> None:
     for causal in (False, True):
         want = expected(rows, cumulative, causal, seqlen_q, seqlen_k)
-        lts, ute = vectors(rows, cumulative, causal, seqlen_q, seqlen_k)
+        lts, ute, starts = vectors(rows, cumulative, causal, seqlen_q, seqlen_k, rows.shape[0] == 1 and seqlen_k > 0)
+        if starts is not None:
+            ends = rows[:, 1:] if cumulative else rows.cumsum(1)
+            assert starts.tolist() == [0, *ends[0].clamp(max=seqlen_k).tolist()] and starts.dtype == torch.int32
         assert lts is not None and lts.dtype == torch.int32 and want.lts is not None and torch.equal(lts, want.lts)
         assert (ute is None) == causal and (ute is None or (want.ute is not None and torch.equal(ute, want.ute)))
 
@@ -71,13 +74,28 @@ def test_no_columns() -> None:
 def test_ends_past_all_keys_are_ends(dtype: torch.dtype) -> None:
     """Lengths on a device are not looked at: their sums may pass 32 bits, and a document reach past the last key."""
     rows = torch.tensor([[2, torch.iinfo(dtype).max // 3, 2**30, 2**30, 2**30]], dtype=dtype)
-    lts, ute = vectors(rows, False, False, 8, 6)
-    assert lts is not None and ute is not None
+    lts, ute, starts = vectors(rows, False, False, 8, 6, True)
+    assert lts is not None and ute is not None and starts is not None
+    assert starts.tolist() == [0, 2, 6, 6, 6, 6]
     assert lts.flatten().tolist() == [4] * 2 + [8] * 4 and ute.flatten().tolist() == [2] * 2 + [4] * 4
 
 
 def test_senseless_rows_lead_to_no_row_outside() -> None:
     for rows in ([[-5, 3, -(2**31), 2**31 - 1]], [[9, 2, -7, 4]]):
         for cumulative in (False, True):
-            for t in vectors(torch.tensor(rows, dtype=torch.int32), cumulative, False, 5, 6):
+            for t in vectors(torch.tensor(rows, dtype=torch.int32), cumulative, False, 5, 6)[:2]:
                 assert t is not None and int(t.min()) >= 0 and int(t.max()) <= 5
+
+
+def test_who_says_where_documents_start() -> None:
+    """Those of one batch entry from position 0 on, as many queries as keys, and not many more than tiles."""
+    assert masks.Document([300, 212])._documents(512, 512) == 2
+    of_cu = masks.Document.from_cu_seqlens
+    assert of_cu([0, 300, 512])._documents(512, 512) == 2
+    ids, two = torch.arange(512), masks.Document([300, 211])
+    for other in (
+        masks.Document([[300, 212]] * 2), masks.Document([]), masks.Document.from_position_ids(ids), of_cu([1, 300, 512]),
+        masks.Document.from_segment_ids(ids // 256), masks.Document([300, 211, 1]), two & masks.SlidingWindow(3),
+    ):  # fmt: skip
+        assert other._documents(512, 512) is None
+    assert two._documents(511, 512) is two._documents(511, 511) is None

@@ -12,6 +12,7 @@ import torch
 
 from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
+from warploom.attention.hopper.documents import MOST_KEYS, as_packed, settled
 from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
 from warploom.attention.hopper.plan import (
     LONG,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from warploom.attention.hopper.config import ForwardConfig
 
 NAME = "hopper"
-MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
 
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
@@ -165,7 +165,7 @@ class Hopper(Beside):
         long = False
         if problem.seqlen_k >= LONG:  # a branch, which a tracer of symbolic lengths decides and guards
             long = True
-        return _absence(long, False, Features.of(problem))
+        return _absence(long, False, Features.of(as_packed(problem)))
 
     def rows_apart(self, problem: AttentionProblem) -> bool:
         """Of a window tiles of keys are counted from the first key that some row sees."""
@@ -182,13 +182,17 @@ class Hopper(Beside):
                 f"batch_invariant: k has {args.k.shape[0]} packed tokens, and {NAME}, which runs this call's sequences, takes "
                 f"{MOST_KEYS} at a time; make two calls, or name backend='triton' for all"
             )
-        return with_bounds(args, packed=True)
+        return settled(args)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
-        variant = _variant(AttentionProblem.from_args(args, False))
+        variant = _variant(as_packed(AttentionProblem.from_args(args, False)))
         if args.q.dtype.itemsize == 1:
             return (variant.tile_m, variant.tile_n), variant.tile_n
         return (variant.queries, variant.tile_n), variant.tile_n
+
+    def packs(self, problem: AttentionProblem) -> bool:
+        """Documents in a row."""
+        return as_packed(problem) is not problem
 
     def backward_tiles(self, args: AttentionArgs) -> dict[str, tuple[int, int]]:
         problem = AttentionProblem.from_args(args, True)
@@ -198,9 +202,14 @@ class Hopper(Beside):
         return dict.fromkeys(("dq", "dk", "dv"), (variant.tile_m, variant.tile_n))
 
     def describe(self, problem: AttentionProblem) -> str:
-        """The module, its state, and the backward's, or who runs that, and why."""
-        variant = _variant(problem)
+        """The module, its state, and the backward's, or who runs that, and why; of FP8 numbers ``describe_fp8`` has it."""
+        if problem.dtype.itemsize == 1:
+            return ""
+        runs = as_packed(problem)
+        variant = _variant(runs)
         words = f"module {variant.name} ({modules.outlook(variant.spec)})"
+        if runs is not problem:
+            words += "; its documents as packed sequences"
         if problem.batch_invariant:
             words += "; batch-invariant: the tiles of packed calls whatever the lengths, one head a tile, nothing split"
         if not problem.backward:
@@ -274,28 +283,33 @@ class Hopper(Beside):
 
         return None if parts_fours(args) else run(args)
 
-    def fp8_refusal(self, args: AttentionArgs, out_dtype: torch.dtype) -> str | None:
+    def fp8_refusal(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | None:
         """Why the kernel of FP8 does not run a call whose q, k and v are e4m3, or None; words follow the name."""
         refused = self.available() or problem_refusal(AttentionProblem.from_args(args, False))
         if refused is not None:
             return refused
         from warploom.attention.hopper import fp8_run
 
-        return fp8_run.refusal(args, out_dtype)
+        return fp8_run.refusal(args, out_dtype, fast)
 
     def forward_fp8(
-        self, args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype
+        self, args: AttentionArgs, scales: tuple[Tensor, Tensor, Tensor], out_dtype: torch.dtype, fast: bool
     ) -> tuple[Tensor, Tensor]:
-        """As ``forward``, of e4m3 numbers with their scales, as `warploom.fp8.Fp8Tensor` has them."""
+        """As ``forward``, of e4m3 numbers with scales, as `warploom.fp8.Fp8Tensor` has them; ``fast``: sums of one level."""
         from warploom.attention.hopper import fp8_run
 
-        return fp8_run.forward(args, scales, out_dtype)
+        return fp8_run.forward(args, scales, out_dtype, fast)
 
-    def warm_fp8(self, args: AttentionArgs, out_dtype: torch.dtype) -> None:
+    def describe_fp8(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str:
+        """The module of a call over e4m3 numbers, and its state."""
+        variant = fp8_config(Features.of_args(args), out_dtype, fast)
+        return f"module {variant.name} ({modules.outlook(variant.spec)})"
+
+    def warm_fp8(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> None:
         """As ``warm``, of such a call."""
         from warploom.attention.hopper import fp8_run
 
-        fp8_run.warm(args, out_dtype)
+        fp8_run.warm(args, out_dtype, fast)
 
     def backward(
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
@@ -305,6 +319,8 @@ class Hopper(Beside):
             from warploom.attention.hopper.run_backward import backward as run
 
             return run(args, dout, dlse, out, lse)
+        if args.documents is not None:
+            args = with_bounds(args)
         return _next(args, True).backward(args, dout, dlse, out, lse)
 
     def bind_backward(
@@ -315,6 +331,8 @@ class Hopper(Beside):
             from warploom.attention.hopper.run_backward import bind as run
 
             return run(args, dlse is not None)
+        if args.documents is not None:  # whose launches bring no bounds
+            return None
         return _next(args, True).bind_backward(args, dout, dlse, out, lse)
 
 

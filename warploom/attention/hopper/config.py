@@ -65,6 +65,7 @@ class ForwardConfig:
     tile_n: int
     warpgroups: int = 2  # consumers; each owns 64 query rows
     stages: int = 2  # of the K ring and of the V ring
+    q_stages: int = 1  # tiles of which Q is there or on its way, 1 or 2
     right: bool = False  # keys right of p + right are hidden (causal: right = 0)
     left: bool = False  # keys left of p - left are hidden
     softcap: bool = False
@@ -98,6 +99,7 @@ class ForwardConfig:
         parts += ["largest"] if self.largest else []
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
+        parts += ["q2"] if self.q_stages == 2 else []
         return "attn_fwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -135,7 +137,7 @@ class ForwardConfig:
     def shared_bytes(self) -> int:
         """Shared memory of Q, of the two rings and of a bias's columns; barriers and the tile ring add less than 512 bytes."""
         ring = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        return 2 * (self.tile_m * self.head_dim + ring + 16 * self.tile_n * self.bias_product)
+        return 2 * (self.q_stages * self.tile_m * self.head_dim + ring + 16 * self.tile_n * self.bias_product)
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         box, box_v = config.boxes
         # Where heads are grouped, load after load.
         order = (1, 0, 2) if const_expr(config.pack_gqa) else (0, 1, 2)
-        layout_q = tile_layout(self.dtype, (64, config.head_dim), self.warpgroups, box, order)
-        loads_q = tile_layout(self.dtype, (self.load_rows, config.head_dim), self.warpgroups * 64 // self.load_rows, box)
+        layout_q = tile_layout(self.dtype, (64, config.head_dim), self.q_slots, box, order)
+        loads_q = tile_layout(self.dtype, (self.load_rows, config.head_dim), self.q_slots * 64 // self.load_rows, box)
         layout_k = tile_layout(self.dtype, (self.tile_n, config.head_dim), self.stages, box)
         layout_v = tile_layout(self.dtype, (self.tile_n, config.head_dim_v), self.stages, box_v)
         tma_q, q = tma_load(q, loads_q, (self.load_rows, config.head_dim))
@@ -111,7 +111,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         consumers = 4 * self.warpgroups  # warps
         if warp == LOADER:
             with cute.arch.elect_one():
-                init_rings(self.warpgroups, (shared.q_full, shared.q_empty, 4))
+                init_rings(self.q_slots, (shared.q_full, shared.q_empty, 4))
                 makers = 2 if const_expr(self.config.columns) else 0
                 init_rings(self.stages, (shared.k_full, shared.k_empty, consumers))
                 init_rings(self.stages, (shared.v_full, shared.v_empty, consumers))
@@ -166,7 +166,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             for atom in (tma_q, tma_k, tma_v):
                 cpasync.prefetch_descriptor(atom)
 
-        stages, warpgroups, tile_stages = self.stages, self.warpgroups, self.tile_stages
+        stages, q_slots, tile_stages = self.stages, self.q_slots, self.tile_stages
         mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.tile_m * 4
         cleared = stages if const_expr(self.config.columns) else 0
@@ -175,7 +175,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[
-                cutlass.Int64, 2 * warpgroups + 4 * stages + cleared + 2 * tile_stages + 2 * mask_stages
+                cutlass.Int64, 2 * q_slots + 4 * stages + cleared + 2 * tile_stages + 2 * mask_stages
             ]
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, tile_stages * TILE_WORDS], 16]
             masks: cute.struct.Align[cute.struct.MemRange[Int32, mask_words], 16]
@@ -188,8 +188,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = Mbarriers(storage.barriers.data_ptr())
         shared = ForwardShared(
-            q_full=barriers.take(warpgroups),
-            q_empty=barriers.take(warpgroups),
+            q_full=barriers.take(q_slots),
+            q_empty=barriers.take(q_slots),
             k_full=barriers.take(stages),
             k_empty=barriers.take(stages),
             v_full=barriers.take(stages),

@@ -35,7 +35,7 @@ MASK_STAGES = 2  # of the ring of bits of partial tiles, under a column mask
 class ForwardShared(Fields):
     """A block's shared memory. Barriers are addresses of the first of a ring's."""
 
-    q_full: Any  # one of each warpgroup's rows
+    q_full: Any  # one of each warpgroup's rows, of each stage of Q
     q_empty: Any
     k_full: Any
     k_empty: Any
@@ -49,7 +49,7 @@ class ForwardShared(Fields):
     mask_empty: Any
     masks: Any  # a word for each (stage, row, quarter of a quad's columns)
     scratch: Any  # an address that nothing is ever stored at
-    q: Any  # (row, head_dim, warpgroup)
+    q: Any  # (row, head_dim, warpgroup and stage)
     loads_q: Any  # the same as TMA fills it
     k: Any  # (key, head_dim, stage)
     v: Any
@@ -66,6 +66,8 @@ class ForwardBase:
         self.stages = config.stages
         self.warpgroups = config.warpgroups
         self.tile_stages = 2
+        self.q_stages = config.q_stages
+        self.q_slots = config.q_stages * config.warpgroups
         self.biased = config.bias == "alibi"
         self.begins = self.biased and not config.softcap  # scores begin at the bias
         self.reads_distances = config.bias == "distance"
@@ -91,6 +93,19 @@ class ForwardBase:
             query, head = schedule.pack_gqa_row(head, local, queries, heads, members, past, choose)
             query += m_block * self.config.pack_gqa
         return query, head
+
+    def q_place(self, group: Any, turn: Any) -> tuple[Any, Any]:
+        """Slot of a warpgroup's rows of Q, and phase of its barriers; ``turn`` counts tiles, with one stage modulo 2.
+
+        The loader's begins a turn of all stages later.
+        """
+        if self.q_stages == 1:
+            return group, turn
+        return group + (turn & 1) * self.warpgroups, turn >> 1 & 1
+
+    def next_q(self, turn: Any) -> Any:
+        """The turn that follows."""
+        return turn ^ 1 if self.q_stages == 1 else turn + 1
 
     @cute.jit
     def next_tile(self, shared, stage, phase, seqlen_q, seqlen_k):

@@ -64,8 +64,15 @@ class MaskedRows(Fields):
     right: Any
 
 
+def of_head(t: Any, head: Any, batch: Any) -> Any:
+    """A tile's modes of a tensor whose last two are heads and batch."""
+    return t[(*(None,) * (len(t.shape) - 2), head, batch)]
+
+
 class ColumnProducer(Producer):
     """The producer's warps: ``schedule_lists``, ``load_lists`` and, of two warps, ``make_masks``."""
+
+    neighbours = 2  # columns of a thread that lie together
 
     # The scheduler warp
 
@@ -96,7 +103,7 @@ class ColumnProducer(Producer):
     def load_lists(self, q, k, v, lse, shared, tma_q, tma_k, tma_v):
         """Q of each warpgroup once a tile that sees a key, then K one visible tile ahead of V."""
         packed = self.config.varlen
-        group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[2]
+        group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[-2]
         q_phase = Int32(1)
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
@@ -111,14 +118,14 @@ class ColumnProducer(Producer):
                 tq = cute.domain_offset((q_start, 0), q[None, None, head])
                 tk, tv = sequence_rows(k, head_kv, k_end, seqlen_k), sequence_rows(v, head_kv, k_end, seqlen_k)
             else:
-                tq, tk, tv = q[None, None, head, batch], k[None, None, head_kv, batch], v[None, None, head_kv, batch]
+                tq, tk, tv = (of_head(t, n, batch) for t, n in ((q, head), (k, head_kv), (v, head_kv)))
             keys, values = self.key_rings(tk, tv, shared, tma_k, tma_v)
             waiting, going, cleared = Int32(-1), Int32(1), Int32(0)  # the key tile whose V is still to come
             while going != 0:
                 while visible != 0:
                     bit = highest_bit(visible)
                     visible = visible ^ (Int32(1) << bit)
-                    k_stage, k_phase = self.push(keys, base + bit, k_stage, k_phase)
+                    k_stage, k_phase = self.push_keys(keys, base + bit, k_stage, k_phase)
                     if waiting >= 0:
                         v_stage, v_phase = self.push_values(values, waiting, cleared, v_stage, v_phase)
                     else:
@@ -218,15 +225,16 @@ class ColumnProducer(Producer):
 
     @cute.jit
     def make_mask(self, part, rows, tile, target):
-        """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad, two in each eight."""
+        """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad (``neighbours`` together)."""
         lane = unknown(cute.arch.lane_idx())  # what is computed of it out of the loop would be spilled
-        column = tile + lane // 2 * 8 + lane % 2 + 4 * part
+        own = self.neighbours
+        column = tile + lane // own * (4 * own) + lane % own + 2 * own * part
         diagonal = column - (rows.seqlen_k - rows.seqlen_q) - rows.top
-        limits = limits_in_tile(rows.columns, rows.start + column, rows.seqlen_k - column, rows.top, self.tile_m)
+        limits = limits_in_tile(rows.columns, rows.start + column, rows.seqlen_k - column, rows.top, self.tile_m, own)
         for j in cutlass.range(self.tile_m // 32, unroll=1):
             words = cute.make_rmem_tensor(2, Int32)
             for i in cutlass.range_constexpr(2):
-                words[i] = turned(shown_rows(self.config, limits[i], diagonal + 2 * i, 32 * j, rows.left, rows.right))
+                words[i] = turned(shown_rows(self.config, limits[i], diagonal + own * i, 32 * j, rows.left, rows.right))
             into = (target + (32 * j + lane) * 4 + 2 * part).align(8)
             cute.autovec_copy(words, cute.make_tensor(into, cute.make_layout(2)))
 
@@ -243,21 +251,28 @@ class ColumnProducer(Producer):
                 bit = highest_bit(bits)
                 bits = bits ^ (Int32(1) << bit)
                 for d in cutlass.range_constexpr(self.config.head_dim_v // 32):
-                    values[i * 32 + bit, d * 32 + lane] = self.dtype(0.0)
+                    self.clear_value(values, i * 32 + bit, d * 32 + lane)
         cute.arch.fence_view_async_shared()
+
+    @cute.jit
+    def clear_value(self, values, key, column):
+        """Zero in the place of a value in shared memory."""
+        values[key, column] = self.dtype(0.0)
 
 
 class ColumnConsumers(Consumers):
     """The consumer warpgroups: ``compute_lists``."""
 
     @cute.jit
-    def compute_lists(self, out, lse, sink, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in):
-        """64 rows of every query tile of this block."""
+    def compute_lists(
+        self, out, lse, sink, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in, scales=None
+    ):  # fmt: skip
+        """64 rows of every query tile of this block; ``scales`` as `compute` has them."""
         dense_seqlen_q = Int32(0) if const_expr(self.config.varlen) else lse.shape[2]
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
-        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout)
+        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, scales=scales)
         work.mask_ring.fill(0)
         if group == self.warpgroups - 1:
             self.pass_ping_pong(group)  # the first one begins
@@ -271,6 +286,7 @@ class ColumnConsumers(Consumers):
             local = group * 64 + row_in_group
             places = [(m_block * self.tile_m + local + 8 * r, head) for r in range(2)]
             self.start(work, head, batch, places)
+            self.find_scales(work, head, batch, m_block * self.tile_m + group * 64, q_start, Int32(0))
             begun, going = Int32(0), Int32(1)
             while going != 0:
                 if begun == 0 and visible != 0:
@@ -289,7 +305,7 @@ class ColumnConsumers(Consumers):
                     run = cute.arch.popc(above)
                     last = choose((visible | more) == 0, run - 1, -1)
                     for i in cutlass.range(run, unroll=1):
-                        if const_expr(self.config.dropout):
+                        if const_expr(self.notes_tiles):
                             self.note_tile(work, base + highest_bit(above))
                             above = above ^ (Int32(1) << highest_bit(above))
                         k_stage, k_phase = self.step(work, i, last, k_stage, k_phase, False)
@@ -319,7 +335,7 @@ class ColumnConsumers(Consumers):
         self.wait_ping_pong(work.group)
         gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
         self.pass_ping_pong(work.group)
-        self.drop(work, 0)
+        self.while_scoring(work, 0)
         work.mask_words.fill(-1)
         if full == 0:
             self.take_mask(work)

@@ -44,10 +44,12 @@ class Rows(Fields):
 
     shared: ForwardShared
     group: Any  # which warpgroup
+    q_slot: Any  # of its rows of Q
     multiplier: Any
     cap_in: Any
     mma_qk: Any
     mma_pv: Any
+    every_q: Any  # of all slots, where a warpgroup has two
     q: Any  # operands
     k: Any
     v: Any
@@ -90,14 +92,14 @@ class Consumers(BiasedScores, DistanceScores):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
-        work = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, bias, scales)
+        rows = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, bias, scales)
         if group == self.warpgroups - 1:
             self.pass_ping_pong(group)  # the first one begins
 
-        q_phase = Int32(0)
+        q_turn = Int32(0)
         stage, phase = Int32(0), Int32(0)
         tile_stage, tile_phase = Int32(0), Int32(0)
-        m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
+        m_block, head, batch, first, end, slot, q_start, seqlen_q, k_start, seqlen_k, shift = self.next_tile(
             shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
         )
         while head >= 0:
@@ -110,8 +112,10 @@ class Consumers(BiasedScores, DistanceScores):
                 top, span = m_block * self.tile_m + group * 64, 64
                 present = top < seqlen_q
             places = [self.place(m_block, head, local + 8 * r, members, seqlen_q) for r in range(2)]
+            q_slot, q_phase = self.q_place(group, q_turn)
+            work = self.with_queries(rows, q_slot)
             self.start(work, head, batch, places)
-            self.find_scales(work, head, batch, top)
+            self.find_scales(work, head, batch, top, q_start, k_start)
             if const_expr(self.biased):
                 self.set_bias(work, batch, places, shift)
             if const_expr(self.reads_distances):
@@ -124,7 +128,7 @@ class Consumers(BiasedScores, DistanceScores):
                 own_end = cutlass.max(own_end, own_first)
                 for _ in cutlass.range(end - own_end, unroll=1):
                     stage, phase = self.skip(shared, group, stage, phase)
-                cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
+                cute.arch.mbarrier_wait(shared.q_full + q_slot, q_phase)
                 if own_first < own_end:
                     self.set_limits(work.limits, places, seqlen_k, shift, left, right)
                     whole_first, whole_end = whole_tiles(
@@ -145,7 +149,7 @@ class Consumers(BiasedScores, DistanceScores):
                     warpgroup.wait_group(0)
                     release(shared.k_empty + stage)
                     if n == own_first:
-                        release(shared.q_empty + group)
+                        release(shared.q_empty + q_slot)
                     self.softmax(work, n, True)
                     self.keep_scale(work)
                     self.pack(work, n)
@@ -182,9 +186,9 @@ class Consumers(BiasedScores, DistanceScores):
                         for _ in cutlass.range(n - own_first, unroll=1):
                             n -= 1
                             stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR, rows)
-                q_phase ^= 1
+                q_turn = self.next_q(q_turn)
                 if own_first >= own_end:
-                    release(shared.q_empty + group)
+                    release(shared.q_empty + q_slot)
                 else:
                     stage, phase = self.finish(work, stage, phase)
                 for _ in cutlass.range(own_first - first, unroll=1):
@@ -199,7 +203,7 @@ class Consumers(BiasedScores, DistanceScores):
             else:
                 self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
             tile_stage, tile_phase = advance(tile_stage, tile_phase, self.tile_stages)
-            m_block, head, batch, first, end, slot, q_start, seqlen_q, _, seqlen_k, shift = self.next_tile(
+            m_block, head, batch, first, end, slot, q_start, seqlen_q, k_start, seqlen_k, shift = self.next_tile(
                 shared, tile_stage, tile_phase, dense_seqlen_q, dense_seqlen_k
             )
 
@@ -248,14 +252,17 @@ class Consumers(BiasedScores, DistanceScores):
         """What a warpgroup keeps of operands of any kind: ``v`` as PV takes it, and the accumulator of O."""
         thr_qk, thr_pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         acc_s = mma_qk.make_fragment_C(thr_qk.partition_shape_C((64, self.tile_n)))
+        every_q = mma_qk.make_fragment_A(thr_qk.partition_A(shared.q))
         return {
             "shared": shared,
             "group": group,
+            "q_slot": group,
             "multiplier": multiplier,
             "cap_in": cap_in,
             "mma_qk": mma_qk,
             "mma_pv": mma_pv,
-            "q": mma_qk.make_fragment_A(thr_qk.partition_A(shared.q))[None, None, None, group],
+            "q": every_q[None, None, None, group],
+            "every_q": every_q if self.q_stages > 1 else None,
             "k": mma_qk.make_fragment_B(thr_qk.partition_B(shared.k)),
             "v": mma_pv.make_fragment_B(thr_pv.partition_B(v)),
             "p": mma_pv.make_fragment_A(thr_pv.partition_shape_A((64, self.tile_n))),
@@ -269,6 +276,10 @@ class Consumers(BiasedScores, DistanceScores):
             "limits": cute.make_rmem_tensor((2, 2), Int32),
         }
 
+    def with_queries(self, work: Any, q_slot: Any) -> Any:
+        """The same with the rows of Q in a slot."""
+        return work if self.q_stages == 1 else work.but(q_slot=q_slot, q=work.every_q[None, None, None, q_slot])
+
     def start(self, work: Any, head: Any, batch: Any, places: Any) -> None:
         """Nothing seen yet of the tile's rows."""
         if self.config.dropout:
@@ -279,7 +290,7 @@ class Consumers(BiasedScores, DistanceScores):
         if self.config.largest:
             work.largest.fill(-Float32.inf)
 
-    def find_scales(self, work: Any, head: Any, batch: Any, top: Any) -> None:
+    def find_scales(self, work: Any, head: Any, batch: Any, top: Any, q_start: Any, k_start: Any) -> None:
         """Nothing: 16-bit operands have no scales."""
 
     def while_scoring(self, work: Any, n: Any) -> None:
@@ -330,7 +341,7 @@ class Consumers(BiasedScores, DistanceScores):
         warpgroup.wait_group(1)
         release(shared.k_empty + stage)
         if n == last:
-            release(shared.q_empty + work.group)  # the next tile's Q arrives while this one ends
+            release(shared.q_empty + work.q_slot)  # the next tile's Q arrives while this one ends
         self.softmax(work, n, masked, shared.v_empty + v_stage, place)
         self.pack(work, n)
         if const_expr(self.reads_distances and masked):
@@ -386,6 +397,11 @@ class Consumers(BiasedScores, DistanceScores):
         if not self.config.dropout:
             return p
         return kept(work.kept_words[r] >> c // MASK_BITS * MASK_BITS, c % MASK_BITS, p)
+
+    @property
+    def notes_tiles(self) -> bool:
+        """Whether more of a key tile than its scores depends on its number."""
+        return self.config.dropout
 
     def note_tile(self, work: Any, n: Any) -> None:
         """For dropout, the number of the key tile that is next, where steps do not count them."""
@@ -512,7 +528,8 @@ class Consumers(BiasedScores, DistanceScores):
             for start in cutlass.range_constexpr(0, columns, MASK_BITS):
                 shown = words[r] >> start
                 for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
-                    rows[r, c] = rows[r, c] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
+                    at = self.element(c)
+                    rows[r, at] = rows[r, at] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
 
     def first_column(self, lane: Any) -> Any:
         """The first of a lane's columns."""

@@ -118,7 +118,7 @@ class Producer(Lists):
                         seqlen_k = cutlass.max(cutlass.min(seqlen_k, used_k[sequence]), 0)
                     if const_expr(not self.config.columns):
                         shift = seqlen_k - seqlen_q
-                        k_start, seqlen_k, shift, _ = seen_keys(self.config, k_start, seqlen_k, shift, left, right)
+                        k_start, seqlen_k, shift = self.seen_keys(k_start, seqlen_k, shift, left, right)
                         row_q = m_block * self.tile_m
                         past_q = row_q + self.tile_m
                         first, end = key_tiles(self.config, row_q, past_q, seqlen_q, seqlen_k, shift, left, right)
@@ -131,6 +131,11 @@ class Producer(Lists):
                 words = (m_block, head, sequence, first, end, Int32(-1), start, seqlen_q, k_start, seqlen_k, shift)
                 publish(shared.tiles, (0, stage), words, shared.tile_full, stage)
                 stage, phase = advance(stage, phase, self.tile_stages)
+
+    @cute.jit
+    def seen_keys(self, k_start, seqlen_k, shift, left, right):
+        """Start, length and shift of a packed sequence's keys without those that no query of it sees."""
+        return seen_keys(self.config, k_start, seqlen_k, shift, left, right)[:3]
 
     @cute.jit
     def lane_tiles(self, sequence, cu_q, sequences, total_q, heads_q):
@@ -156,7 +161,7 @@ class Producer(Lists):
         config, loads = self.config, 64 // self.load_rows
         packed = config.varlen
         group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[2]
-        q_phase = Int32(1)
+        q_turn = Int32(self.q_stages)
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
         tile_stage, tile_phase = Int32(0), Int32(0)
@@ -177,16 +182,17 @@ class Producer(Lists):
             if first < end:
                 k_stage, k_phase = self.push(keys, end - 1, k_stage, k_phase)
                 for i in cutlass.range_constexpr(self.warpgroups):
-                    cute.arch.mbarrier_wait(shared.q_empty + i, q_phase)
-                    self.expect_queries(shared, i)
+                    slot, q_phase = self.q_place(i, q_turn)
+                    cute.arch.mbarrier_wait(shared.q_empty + slot, q_phase)
+                    self.expect_queries(shared, slot)
                     if const_expr(config.pack_gqa):
                         for j in cutlass.range(i * loads, (i + 1) * loads, unroll=1):
                             at, member = self.place(0, head, j * self.load_rows, group, 0)
                             n = (m_block * config.pack_gqa + at) // self.load_rows
                             self.load_queries(tma_q, q[None, None, member, batch], shared, n, j, shared.q_full + i)
                     else:
-                        self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, i, shared.q_full + i)
-                q_phase ^= 1
+                        self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, slot, shared.q_full + slot)
+                q_turn = self.next_q(q_turn)
                 for j in cutlass.range(end - first - 1, unroll=1):
                     k_stage, k_phase = self.push(keys, end - 2 - j, k_stage, k_phase)
                     v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)
@@ -219,6 +225,11 @@ class Producer(Lists):
     def ring(self, tma: Tma, full: Any, empty: Any, head_dim: int) -> KeyRing:
         """The ring of tiles of so many columns."""
         return KeyRing(tma=tma, full=full, empty=empty, bytes=self.tile_n * head_dim * 2)
+
+    @cute.jit
+    def push_keys(self, ring, n, stage, phase):
+        """As ``push``, of K."""
+        return self.push(ring, n, stage, phase)
 
     @cute.jit
     def push(self, ring, n, stage, phase):

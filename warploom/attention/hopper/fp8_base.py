@@ -1,4 +1,4 @@
-"""What the parts of the FP8 forward share: how keys are ordered, and scales.
+"""What the parts of the FP8 forward share: how keys are ordered, scales, packed sequences of keys.
 
 Both products of e4m3 need operands whose neighbours along k lie together. For QKᵀ they do; for PV the keys of V have to, so V
 comes with keys contiguous. P leaves QKᵀ in registers whose columns are not those of an 8-bit left operand: thread t of a quad
@@ -18,6 +18,7 @@ import cutlass.cute as cute
 
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
 from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.packed import RAGGED
 
 E4M3 = cutlass.Float8E4M3FN
 SCALED = 128  # rows that share a scale
@@ -25,7 +26,7 @@ QUAD = 4  # neighbouring keys of a thread
 
 
 class Scales(Fields):
-    """The scales of a call: fp32 (batch, blocks, heads), whose strides may be 0."""
+    """The scales of a call: fp32 (batch, blocks, heads), of packed sequences (blocks, heads); strides may be 0."""
 
     q: Any
     k: Any
@@ -55,3 +56,25 @@ def quads(k: Any) -> Any:
         (QUAD, cute.ceil_div(shape[0], QUAD), *shape[1:]), stride=(stride[0], QUAD * stride[0], *stride[1:])
     )
     return cute.make_tensor(k.iterator, layout)
+
+
+def ragged_quads(k: Any) -> Any:
+    """Packed K (tokens, head_dim, heads) as (key of four, four keys, head_dim, heads, end), as `ragged` has it.
+
+    An end is a sequence's start plus a multiple of four, up to three keys behind its last, and those behind K memory must have.
+    """
+    step = k.stride[0]
+    shape = (QUAD, RAGGED // QUAD, k.shape[1], k.shape[2], k.shape[0] + QUAD)
+    layout = cute.make_layout(shape, stride=(step, QUAD * step, k.stride[1], k.stride[2], step))
+    return cute.make_tensor(cute.domain_offset((-RAGGED, 0, 0), k).iterator, layout)
+
+
+def sequence_quads(k: Any, head: Any, start: Any, length: Any) -> Any:
+    """(key of four, four keys, head_dim) of a head of the sequence from key ``start`` on, of a tensor of ``ragged_quads``."""
+    fours = cute.ceil_div(length, QUAD)
+    return cute.domain_offset((0, RAGGED // QUAD - fours, 0), k[None, None, None, head, start + fours * QUAD])
+
+
+def first_block(start: Any, sequence: Any) -> Any:
+    """Which block of 128 rows, of all packed sequences, is the first of a sequence that begins at row ``start``."""
+    return start // SCALED + sequence

@@ -25,6 +25,7 @@ class Fp8ForwardConfig(ForwardConfig):
     # runs under the products of other warpgroups alone.
     overlap: bool = False
     pv_columns: int = 0  # columns of O of one PV; 0: all
+    fast: bool = False  # PV is summed by the tensor cores alone, over all keys: one level
 
     @property
     def name(self) -> str:
@@ -32,6 +33,7 @@ class Fp8ForwardConfig(ForwardConfig):
         parts = [super().name.replace("attn_fwd_sm90", "attn_fwd_fp8_sm90")]
         parts += ["overlap"] if self.overlap else []
         parts += [f"pv{self.pv_columns}"] if self.pv_columns else []
+        parts += ["fast"] if self.fast else []
         return "_".join(parts)
 
     @cached_property
@@ -43,7 +45,7 @@ class Fp8ForwardConfig(ForwardConfig):
     @property
     def boxes(self) -> tuple[int, int]:
         """Columns of a TMA box of Q and K, and keys of one of V, whose rows are head dims."""
-        return min(self.head_dim, 128), self.tile_n
+        return next(n for n in (128, 64, 32) if self.head_dim % n == 0), self.tile_n
 
     @property
     def shared_bytes(self) -> int:

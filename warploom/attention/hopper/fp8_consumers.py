@@ -15,10 +15,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.attention.hopper.forward_consumers import Consumers, Rows
-from warploom.attention.hopper.fp8_base import SCALED, Scales
+from warploom.attention.hopper.forward_columns import ColumnConsumers
+from warploom.attention.hopper.forward_consumers import Rows
+from warploom.attention.hopper.fp8_base import SCALED, Scales, first_block
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
-from warploom.kernels.cute.instructions import exp2, pack_e4m3
+from warploom.kernels.cute.instructions import exp2, pack_e4m3, reciprocal
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite
 from warploom.kernels.cute.wgmma import gemm, part_of, words
@@ -26,6 +27,8 @@ from warploom.kernels.cute.wgmma import gemm, part_of, words
 # P is 2^(score - reference), at most 2^TOP: below 448, e4m3's largest. A row's reference is set TOP - HEADROOM, a whole number,
 # below its maximum, whose P is then exact, and again where the maximum has grown by more than HEADROOM.
 TOP, HEADROOM = 8.75, 2.75
+# Of scores: a product of scales that is 0 in fp32 would make NaN of a hidden score, -inf.
+LEAST = 2.0**-126
 KEY_SCALE, VALUE_SCALE, PARTIAL_SCALE = 0, 1, 2
 
 
@@ -33,13 +36,14 @@ class Fp8Rows(Rows):
     """What a warpgroup keeps of its 64 rows besides."""
 
     scales: Scales
-    partial: Any  # the accumulator of one PV
+    partial: Any  # the accumulator of one PV; with one level that of all, O
     query_scale: Any  # of the rows, times what makes log2 units of scores
     bases: Any  # where the scales of K's and V's blocks start
+    number: Any  # of the next key tile, under a column mask
     factors: Any  # scales: of the key tile's K, of its V, and of ``partial``'s V
 
 
-class Fp8Consumers(Consumers):
+class Fp8Consumers(ColumnConsumers):
     """What every consumer warpgroup runs. A row's maximum (``row_max``) is its reference, which all else is relative to."""
 
     config: Fp8ForwardConfig
@@ -58,12 +62,18 @@ class Fp8Consumers(Consumers):
     ) -> Fp8Rows:
         """What warpgroup ``group`` keeps."""
         partial = mma_pv.make_fragment_C(mma_pv.get_slice(0).partition_shape_C((64, self.pv_columns)))
-        acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
-        names = "mask_words", "mask_ring", "dropout", "tile", "kept_words", "alibi", "distances", "largest"
+        acc_o = partial
+        if not self.config.fast:
+            acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
+        names = "dropout", "tile", "kept_words", "alibi", "distances", "largest"
         absent: dict[str, Any] = dict.fromkeys(names)
+        masked = self.config.columns
         return Fp8Rows(
             **self.common_rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, shared.v, acc_o),
             **absent,
+            mask_words=cute.make_rmem_tensor(2, Int32) if masked else None,
+            mask_ring=cute.make_rmem_tensor(2, Int32) if masked else None,
+            number=cute.make_rmem_tensor(1, Int32) if masked else None,
             scales=scales,
             partial=partial,
             query_scale=cute.make_rmem_tensor(1, Float32),
@@ -79,22 +89,31 @@ class Fp8Consumers(Consumers):
     # Scales
 
     @cute.jit
-    def find_scales(self, work, head, batch, top):
+    def find_scales(self, work, head, batch, top, q_start, k_start):
         """The scale of the warpgroup's rows, which lie in one block, and where those of its keys begin."""
         scales = work.scales
-        block = cutlass.min(top // SCALED, scales.q.shape[1] - 1)  # rows past the last query
-        scale = scales.q[batch, block, head]
+        block, first_key = top // SCALED, Int32(0)
+        if const_expr(self.config.varlen):
+            block += first_block(q_start, batch)
+            first_key = first_block(k_start, batch)
+            lead = []
+        else:
+            lead = [batch]
+        block = cutlass.min(block, scales.q.shape[-2] - 1)  # rows past the last query
+        scale = scales.q[(*lead, block, head)]
         work.query_scale[0] = scale if const_expr(self.config.softcap) else scale * work.multiplier
         head_kv = head // scales.members
-        work.bases[0] = Int32(cute.crd2idx((batch, Int32(0), head_kv), scales.k.layout))
-        work.bases[1] = Int32(cute.crd2idx((batch, Int32(0), head_kv), scales.v.layout))
-        if const_expr(self.config.overlap):
+        work.bases[0] = Int32(cute.crd2idx((*lead, first_key, head_kv), scales.k.layout))
+        work.bases[1] = Int32(cute.crd2idx((*lead, first_key, head_kv), scales.v.layout))
+        if const_expr(self.config.overlap and not self.config.fast):
             work.partial.fill(0.0)
             work.factors[PARTIAL_SCALE] = 0.0
 
     @cute.jit
     def take_scales(self, work, n):
-        """The scales of key tile ``n``: K's and V's."""
+        """The scales of key tile ``n``, under a column mask of the one noted: K's and V's."""
+        if const_expr(self.config.columns):
+            n = work.number[0]
         block = n // (SCALED // self.tile_n)
         found = []
         for i, t in ((0, work.scales.k), (1, work.scales.v)):
@@ -107,6 +126,15 @@ class Fp8Consumers(Consumers):
         """Ask for the scales of key tile ``n``."""
         work.factors[KEY_SCALE], work.factors[VALUE_SCALE] = self.take_scales(work, n)
 
+    @property
+    def notes_tiles(self) -> bool:
+        """Its scales do."""
+        return True
+
+    def note_tile(self, work: Any, n: Any) -> None:
+        """The number of the key tile that is next, where steps do not count them."""
+        work.number[0] = n
+
     def log2_units(self, work: Any) -> Any:
         """References are in log2 units."""
         return Float32(1.0)
@@ -117,22 +145,26 @@ class Fp8Consumers(Consumers):
     def step(self, work, n, last, stage, phase, masked, place=None, rows=None):
         """PV of the key tile before and QKᵀ of key tile ``n``, then the softmax; the last two are for tables of distances.
 
-        All that may be waited for or computed before is: the other warpgroups wait for the end of this one's turn.
+        What may be waited for or computed before is, as the other warpgroups wait for the end of this one's turn; with
+        overlap O is added to and rescaled under QKᵀ.
         """
         shared = work.shared
         v_stage, v_phase = stage, phase
         stage, phase = advance(stage, phase, self.stages)
         if const_expr(self.config.overlap):
-            self.add_partial(work)
-            self.rescale(work)
-            cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
             cute.arch.mbarrier_wait(shared.k_full + stage, phase)
             self.wait_ping_pong(work.group)
             gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
-            gemm(work.mma_pv, work.partial, work.p, work.v, False, v_stage)
+            if const_expr(not self.config.fast):
+                self.add_partial(work)
+            self.rescale(work)
+            cute.arch.mbarrier_wait(shared.v_full + v_stage, v_phase)
+            gemm(work.mma_pv, work.partial, work.p, work.v, self.config.fast, v_stage)
             self.pass_ping_pong(work.group)
             work.factors[PARTIAL_SCALE] = work.factors[VALUE_SCALE]
             self.while_scoring(work, n)
+            if const_expr(masked and self.config.columns):
+                self.take_mask(work)
             warpgroup.wait_group(1)
             release(shared.k_empty + stage)
             if n == last:
@@ -148,6 +180,8 @@ class Fp8Consumers(Consumers):
             gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
             self.pass_ping_pong(work.group)
             work.factors[KEY_SCALE], work.factors[VALUE_SCALE] = key_scale, value_scale
+            if const_expr(masked and self.config.columns):
+                self.take_mask(work)
             warpgroup.wait_group(0)
             release(shared.k_empty + stage)
             if n == last:
@@ -160,11 +194,11 @@ class Fp8Consumers(Consumers):
     def finish(self, work, stage, phase):
         """The last PV of a tile; the stage and phase that follow."""
         shared = work.shared
-        if const_expr(self.config.overlap):
+        if const_expr(self.config.overlap and not self.config.fast):
             self.add_partial(work)
         self.rescale(work)
         cute.arch.mbarrier_wait(shared.v_full + stage, phase)
-        if const_expr(self.config.overlap):
+        if const_expr(self.config.overlap and not self.config.fast):
             gemm(work.mma_pv, work.partial, work.p, work.v, False, stage)
             warpgroup.wait_group(0)
             release(shared.v_empty + stage)
@@ -182,14 +216,14 @@ class Fp8Consumers(Consumers):
 
     @cute.jit
     def add_values(self, work, stage):
-        """O += PV of the last P, times V's scale: some columns after the others, each awaited."""
+        """O += PV of the last P, times V's scale where P has it not: some columns after the others, each awaited."""
         registers = self.pv_columns // 2
         for part in cutlass.range_constexpr(self.config.head_dim_v // self.pv_columns):
-            gemm(work.mma_pv, work.partial, work.p, part_of(work.v, part), False, stage)
+            gemm(work.mma_pv, work.partial, work.p, part_of(work.v, part), self.config.fast, stage)
             warpgroup.wait_group(0)
             if const_expr((part + 1) * self.pv_columns == self.config.head_dim_v):
                 release(work.shared.v_empty + stage)
-            for i in cutlass.range_constexpr(registers):
+            for i in cutlass.range_constexpr(0 if self.config.fast else registers):
                 at = part * registers + i
                 work.acc_o[at] = work.acc_o[at] + work.partial[i] * work.factors[VALUE_SCALE]
 
@@ -200,26 +234,37 @@ class Fp8Consumers(Consumers):
         """Exponentiate the scores of key tile ``n`` against a reference that leaves them 2^TOP; O is left to ``rescale``."""
         rows, columns, pv_wait = work.rows_s, self.tile_n // 4, self.config.pv_wait
         scale = work.factors[KEY_SCALE] * work.query_scale[0]
+        scale = LEAST if scale < LEAST else scale
         if const_expr(self.config.softcap):
             cap_in = work.cap_in * scale
             for i in cutlass.range_constexpr(2 * columns):
                 work.acc_s[i] = capped(work.acc_s[i], work.multiplier, cap_in)
             scale = Float32(1.0)
-        if const_expr(masked):
+        if const_expr(masked and self.config.columns):
+            self.apply_mask(rows, work.mask_words)
+        elif const_expr(masked):
             self.mask(rows, work.limits, n)
+        # With one level V's scale cannot be multiplied in behind a PV: it is part of P.
+        level, share = Float32(0.0), Float32(1.0)
+        if const_expr(self.config.fast):
+            level = cute.math.log2(work.factors[VALUE_SCALE])
+            share = reciprocal(work.factors[VALUE_SCALE])
         offsets = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             top = [rows[r, 0], rows[r, 1]]
             for c in cutlass.range_constexpr(2, columns):
                 top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
             new = cute.arch.warp_reduction_max(cute.arch.fmax(top[0], top[1]), threads_in_group=4) * scale
+            if const_expr(self.config.fast):
+                new = new + level
             outgrown = new > work.row_max[r] + TOP  # not where both are -inf
             new = new - (TOP - HEADROOM) if outgrown else work.row_max[r]
             work.correction[r] = exp2(work.row_max[r] - new) if outgrown else 1.0
             work.row_max[r] = new
-            offsets[r] = finite(new)
+            offsets[r] = finite(new) - level if const_expr(self.config.fast) else finite(new)
         for r in cutlass.range_constexpr(2):
-            sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
+            before = work.row_sum[r] * work.correction[r]
+            sums = [Float32(0.0) if const_expr(self.config.fast) else before, Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
                 p = exp2(rows[r, c] * scale - offsets[r])
                 rows[r, c] = p
@@ -227,6 +272,8 @@ class Fp8Consumers(Consumers):
                 if const_expr(v_empty is not None and pv_wait == "early" and r == 0 and c == columns // 2):
                     self.finish_pv(sums[0] + sums[1], work.shared, v_empty)
             work.row_sum[r] = sums[0] + sums[1]
+            if const_expr(self.config.fast):
+                work.row_sum[r] = before + work.row_sum[r] * share
         if const_expr(v_empty is not None and pv_wait == "late"):
             self.finish_pv(work.row_sum[0] + work.row_sum[1], work.shared, v_empty)
         if const_expr(v_empty is not None and pv_wait == "pingpong"):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 OUT_DTYPES = (torch.bfloat16, torch.float16)
 STEP = 16  # of head dims: TMA steps by 16 bytes
+MOST_KEYS = (1 << 24) - 256  # tokens of k, which the views of packed sequences reach with what they round up
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,16 @@ class Fp8Tiling:
 
     warpgroups: int
     stages: int
-    overlap: bool = False  # of calls without a window and a softcap, which need the registers
+    overlap: bool = False  # of calls without a softcap, and sums of two levels without a window, which need the registers
     pv_columns: int = 0
 
 
 # (head_dim, head_dim_v) of the tile, smaller head dims run in the next larger one. 16384 keys full and causal, TFLOP/s:
 TILINGS = {
-    (64, 64): Fp8Tiling(3, 4, overlap=True),  # 653 and 631; without overlap 604 and 598
+    (64, 64): Fp8Tiling(3, 4, overlap=True),  # 643 and 629 on an H100; without overlap 604 and 598 on an H200
+    (96, 96): Fp8Tiling(3, 4),
     (128, 128): Fp8Tiling(3, 3),  # 962 and 1013; two warpgroups with overlap 859 and 945
+    (192, 192): Fp8Tiling(2, 3, pv_columns=96),
     (256, 256): Fp8Tiling(2, 2, pv_columns=128),  # 1252 and 1198
 }
 
@@ -43,11 +46,12 @@ def problem_refusal(problem: AttentionProblem) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if not STEP <= dim <= 256 or dim % STEP:
             return f"takes FP8 with {name} from {STEP} to 256 in steps of {STEP}, not {dim}"
-    if problem.layout != "dense" or problem.q_offset:
-        return "takes no FP8 in packed sequences or pages, or with query offsets"
+    if problem.layout == "paged" or problem.q_offset:
+        return "takes no FP8 in pages, or with query offsets"
     if problem.batch_invariant:
         return "promises no batch invariance in FP8"
-    for there, what in ((problem.columns, "a column mask"), (problem.dropout, "dropout"), (problem.bias, "a bias")):
+    packed_mask = problem.columns and problem.layout != "dense"
+    for there, what in ((packed_mask, "a packed column mask"), (problem.dropout, "dropout"), (problem.bias, "a bias")):
         if there:
             return f"has no FP8 kernel with {what}"
     return None
@@ -59,11 +63,10 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 @cache
-def fp8_config(features: Features, out: torch.dtype) -> Fp8ForwardConfig:
-    """The variant for a call's features and the dtype of its result."""
+def fp8_config(features: Features, out: torch.dtype, fast: bool = False) -> Fp8ForwardConfig:
+    """The variant for a call's features and the dtype of its result; ``fast``: sums of one level."""
     dims = tile_dims(features.head_dim, features.head_dim_v)
     tiling = TILINGS[dims]
-    plain = not (features.left or features.softcap)
     return Fp8ForwardConfig(
         str(out).removeprefix("torch."),
         *dims,
@@ -71,14 +74,18 @@ def fp8_config(features: Features, out: torch.dtype) -> Fp8ForwardConfig:
         warpgroups=tiling.warpgroups,
         stages=tiling.stages,
         pv_wait="pingpong",
-        split=True,
-        overlap=tiling.overlap and plain,
-        pv_columns=tiling.pv_columns,
+        split=not (features.varlen or features.columns),
+        overlap=tiling.overlap and not (features.softcap or (features.left and not fast)),
+        pv_columns=0 if fast else tiling.pv_columns,
+        fast=fast,
         **features.flags(Fp8ForwardConfig),
     )
 
 
 def fp8_set() -> list[Fp8ForwardConfig]:
-    """The variants that `warploom build` prepares: full, causal and windows, in bf16."""
+    """The variants that `warploom build` prepares, in bf16: full, causal and windows, dense and packed, of usual head dims."""
     e4m3 = torch.float8_e4m3fn
-    return [fp8_config(Features(e4m3, *dims, **band), torch.bfloat16) for dims, band in product(TILINGS, BANDS)]
+    return [
+        fp8_config(Features(e4m3, dim, dim, varlen=varlen, **band), torch.bfloat16)
+        for dim, varlen, band in product((64, 128, 256), (False, True), BANDS)
+    ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from warploom.attention import philox
 from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
+from warploom.attention.hopper import documents
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa, shape, with_largest
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
@@ -27,6 +28,7 @@ FOUR = 4  # keys that share the words of a Philox counter
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+    args = documents.settled(args)
     return bind(args)(*args.tensors())
 
 
@@ -42,10 +44,12 @@ def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tu
     """A call made ready: takes any q, k, v and sink that differ from these in contents and addresses only.
 
     Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k; under a column mask its vectors and their bounds behind
-    those; with dropout the seed, last. ``largest`` is raised to the largest logits.
+    those, and of documents where they start; with dropout the seed, last. ``largest`` is raised to the largest logits.
     """
     if args.cu_seqlens_q is not None:
         return _bind_packed(args, largest)
+    if args.documents is not None and largest is None:
+        return documents.bind(args, _bind_packed)
     q, k, v = args.q, args.k, args.v
     batch, seqlen_q, heads, _ = q.shape
     _, seqlen_k, heads_kv, head_dim = k.shape
@@ -128,7 +132,7 @@ def _bind_columns(
         q, k, v = _read_by_tma(readable, q, k, v)
         if sink is not None:
             sink = sink.float().contiguous()
-        counter = _counter(device)
+        counter = counter_on(device)
         columns = column_mask(*mask)
         given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), None, None, *numbers)
         launch_on(index, function, given)
@@ -266,7 +270,7 @@ def _bind_packed(args: AttentionArgs, largest: Tensor | None) -> Callable[..., t
             used = used.contiguous()
         if sink is not None:
             sink = sink.float().contiguous()
-        counter = _counter(device)
+        counter = counter_on(device)
         if not whole:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
@@ -283,7 +287,7 @@ _COUNTERS = 256
 _counters: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
-def _counter(device: torch.device) -> Tensor:
+def counter_on(device: torch.device) -> Tensor:
     """A zero on the device that no other launch counts with.
 
     A captured call zeroes its own: it runs again. Others take one that their stream zeroed before, which costs the host less.
@@ -314,6 +318,7 @@ def filled(t: Tensor, columns: int, box: int) -> Tensor:
 
 def warm(args: AttentionArgs) -> None:
     """Load or build the call's module, and launch it on one token."""
+    args = documents.packed(args) or args
     if args.cu_seqlens_q is None:
         few = args.q.shape[1], args.q.shape[2] // args.k.shape[2]
         _first_launch(args, *_function(args, args.k.shape[1], few))

@@ -10,7 +10,7 @@ from torch import Tensor
 from warploom.attention.band import reach, seen
 from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
-from warploom.attention.hopper import schedule
+from warploom.attention.hopper import documents, schedule
 from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
 from warploom.attention.hopper.run import added, column_mask, dropped, filled, one_entry, processors, with_seed
@@ -37,8 +37,8 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink; dbias of a table, if asked for."""
     gradient = _table_gradient(args)
-    run = bind(args, dlse is not None, gradient)
-    found = run(dout, dlse, out, lse, *with_bounds(args, packed=True).tensors())
+    args = with_bounds(args, packed=True)
+    found = bind(args, dlse is not None, gradient)(dout, dlse, out, lse, *args.tensors())
     return found if gradient is None else (*found, gradient)
 
 
@@ -51,6 +51,8 @@ def bind(args: AttentionArgs, with_dlse: bool, gradient: Tensor | None = None) -
     """A backward pass made ready: takes dout, dlse, out and lse, and behind them what the forward's ``bind`` takes."""
     if args.cu_seqlens_q is not None:
         return _bind_packed(args, with_dlse, gradient)
+    if args.documents is not None:
+        return documents.bind_backward(args, lambda masked: bind(masked, with_dlse, gradient))
     seqlen_q, seqlen_k = args.q.shape[1], args.k.shape[1]
     left, right, masked, first, end = args.left, args.right, _masked(args), 0, seqlen_k
     if left is not None or right is not None:

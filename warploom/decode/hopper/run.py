@@ -11,6 +11,7 @@ from torch import Tensor
 
 from warploom.decode.hopper import plan
 from warploom.decode.hopper.config import DecodeConfig
+from warploom.decode.hopper.latent_config import LatentConfig
 from warploom.decode.problem import DecodeArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
@@ -18,7 +19,7 @@ from warploom.runtime.device import on_device
 from warploom.runtime.likeness import like
 
 # A window that ends nowhere, as the kernel knows it; distances are added to positions in 32 bits.
-_FAR = 2**30
+FAR = 2**30
 
 
 def readable(args: DecodeArgs) -> bool:
@@ -37,7 +38,7 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
     out = q.new_empty((batch, queries, heads_q, args.v.shape[3]))
     lse = q.new_empty((batch, heads_q, queries), dtype=torch.float32)
     variant, numbers = _plan_of(args)
-    function = _function(variant)
+    function = function_of(variant)
     sink = None if args.sink is None else args.sink.float().contiguous()
     with on_device(q):
         function(aligned(q), args.k, args.v, out, lse, args.lengths, args.block_table, sink, *numbers)
@@ -73,7 +74,7 @@ def ready(args: DecodeArgs) -> Ready | None:
     if q.device.index != torch._C._cuda_getDevice() or any(stride % 8 for stride in q.stride()[:3]):
         return None
     variant, numbers = _plan_of(args)
-    return Ready(args, _function(variant), numbers)
+    return Ready(args, function_of(variant), numbers)
 
 
 def variant_of(args: DecodeArgs) -> DecodeConfig:
@@ -89,15 +90,15 @@ def _plan_of(args: DecodeArgs) -> tuple[DecodeConfig, tuple[Any, ...]]:
     variant = variant_of(args)
     batch, table = args.q.shape[0], args.block_table
     shift = 31 if table is None or table.shape[1] == 1 else args.k.shape[1].bit_length() - 1
-    processors = _processors(args.q.device.index)
-    cluster = plan.cluster(variant, batch * args.k.shape[2], processors)
-    left = _FAR if args.left is None else max(min(args.left, _FAR - 1), -_FAR)
+    blocks = processors(args.q.device.index)
+    cluster = plan.cluster(variant, batch * args.k.shape[2], blocks)
+    left = FAR if args.left is None else max(min(args.left, FAR - 1), -FAR)
     least = plan.LEAST // variant.tile_n
-    band = (left, max(args.right, -_FAR))
-    return variant, (args.scale, args.softcap, *band, args.capacity, shift, least, cluster, processors)
+    band = (left, max(args.right, -FAR))
+    return variant, (args.scale, args.softcap, *band, args.capacity, shift, least, cluster, blocks)
 
 
-def _function(variant: DecodeConfig) -> Callable[..., None]:
+def function_of(variant: DecodeConfig | LatentConfig) -> Callable[..., None]:
     """The compiled variant."""
     function = _ready.get(variant)
     if function is None:
@@ -105,10 +106,10 @@ def _function(variant: DecodeConfig) -> Callable[..., None]:
     return function
 
 
-_ready: dict[DecodeConfig, Callable[..., None]] = {}
+_ready: dict[DecodeConfig | LatentConfig, Callable[..., None]] = {}
 
 
 @cache
-def _processors(index: int) -> int:
+def processors(index: int) -> int:
     """Streaming multiprocessors of a device."""
     return torch.cuda.get_device_properties(index).multi_processor_count

@@ -86,11 +86,24 @@ class DecodeBarrier(NamedBarriers):
 
 
 @unique
+class LatentBarrier(NamedBarriers):
+    """Of decode over latent caches."""
+
+    SCORED = 1, 2  # a warpgroup's warps have their scores, or have cleared what nobody sees
+    P_READY = 3, 2  # a warpgroup's P is there for the other one
+    SUMMED = 5  # both have left their sums
+
+
+@unique
 class DeltaBarrier(NamedBarriers):
     """Of the walk of the gated delta rule."""
 
     OUT_FREE = 1, 2  # a warpgroup's tile of out may be written
     OUT_WRITTEN = 3, 2  # it may be read
+    # Of the gradients' kernel, whose tile of dq is the first of those above.
+    ROWS = 5  # what is summed over rows has been written
+    KEYS_TAKEN = 6  # what reading gives to dk has been read
+    KEYS_WRITTEN = 7  # the tile of dk may be read
 
 
 def wait(barrier: Any, threads: int, index: Any = 0) -> None:

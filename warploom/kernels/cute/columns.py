@@ -178,8 +178,8 @@ def band_rows(config, column, shift, left, right):
 
 
 @cute.jit
-def limits_in_tile(columns, at, inside, top, rows):
-    """Where a lane's columns ``at`` and ``at`` + 2 hide rows, counted from row ``top`` and kept within ``rows``.
+def limits_in_tile(columns, at, inside, top, rows, apart=2):
+    """Where a lane's columns ``at`` and ``at + apart`` hide rows, counted from row ``top`` and kept within ``rows``.
 
     A word for each column: starts and stops of its two intervals, eight bits each. Columns that are not among the
     ``inside`` first ones are not read, and hide all rows.
@@ -189,13 +189,13 @@ def limits_in_tile(columns, at, inside, top, rows):
         found = cute.make_rmem_tensor(2, Int32)
         found.fill(absent)
         if (columns.present & (1 << v)) != 0:
-            own = cute.make_tensor(columns.vectors[v].iterator + at, cute.make_layout(2, stride=2))
+            own = cute.make_tensor(columns.vectors[v].iterator + at, cute.make_layout(2, stride=apart))
             for i in cutlass.range_constexpr(2):
-                if 2 * i < inside:
+                if apart * i < inside:
                     found[i] = own[i]
         for i in cutlass.range_constexpr(2):
             words[i] = words[i] | (in_tile(found[i], top, rows) << (8 * v))
-    return [choose(2 * i < inside, words[i], rows << 8) for i in range(2)]
+    return [choose(apart * i < inside, words[i], rows << 8) for i in range(2)]
 
 
 @cute.jit

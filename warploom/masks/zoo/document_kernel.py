@@ -35,7 +35,8 @@ def document_kernel(
     Rows hold `count` lengths of parts. By KIND, a vector whose pointer is None being left out:
 
     - "lengths": the first row after each column's document (first), and the document's first row (second). "cu_seqlens": the
-      same of documents whose starts, and the last one's end, the rows hold: one number more.
+      same of documents whose starts, and the last one's end, the rows hold: one number more. Of one batch entry also where
+      each starts, and the last one's end, within the keys (third).
     - "prefixes": the same, but past a document's prefix, whose length others hold, the second is the column's own row.
     - "answers": a question of `question` tokens, or as many as others hold, and answers: the first row after each answer, and
       after all for the question.
@@ -61,12 +62,17 @@ def document_kernel(
     prefix = tl.zeros([COLUMNS], tl.int32)
     total = origin
     newest = tl.zeros([], tl.int64)  # where the last part with tokens begins
+    if (KIND == "lengths" or KIND == "cu_seqlens") and third_ptr is not None:
+        tl.store(third_ptr, 0, mask=pid == 0)
     for first in range(0, count, DOCUMENTS):
         at = first + tl.arange(0, DOCUMENTS)
         inside = at < count
         values = _held(tl.load(rows + at * row_step, mask=inside, other=0).to(tl.int64))
         ends = tl.where(inside, values, total) if KIND == "cu_seqlens" else total + tl.cumsum(values, 0)
         last = tl.max(ends, 0)
+        if (KIND == "lengths" or KIND == "cu_seqlens") and third_ptr is not None:
+            within = tl.minimum(tl.maximum(ends, 0), seqlen_k).to(tl.int32)
+            tl.store(third_ptr + 1 + at, within, mask=inside & (pid == 0))
         if KIND == "blocks":
             newest = tl.maximum(newest, tl.max(tl.where(values > 0, ends - values, 0), 0))
         if last <= top:
@@ -132,7 +138,7 @@ def part_vectors(
     Args:
         kind: KIND of the kernel.
         rows: integers (batch|1, n) of any strides: lengths, or (batch, n + 1) cumulative ones, which never decrease.
-        wanted: which vectors.
+        wanted: which vectors; the third of "lengths" and "cu_seqlens", of one batch entry, is (n + 1,).
         others: integers (batch|1, n) of prefixes, or (batch|1, 1) of questions.
         question: the question's length where others do not say it.
     """
@@ -148,10 +154,13 @@ def part_vectors(
             other_batch = 0
         elif batch == 1:
             batch, step_batch = others.shape[0], 0
-    found = [empty_vector(batch, seqlen_k, rows.device) if want else None for want in wanted]
+    count -= kind == "cu_seqlens"
+    starts = wanted[2] and kind in ("lengths", "cu_seqlens")
+    found = [empty_vector(batch, seqlen_k, rows.device) if want else None for want in (*wanted[:2], wanted[2] and not starts)]
+    if starts:
+        found[2] = torch.empty(count + 1, dtype=torch.int32, device=rows.device)
     blocks = -(-seqlen_k // COLUMNS)
     if batch and blocks:
-        count -= kind == "cu_seqlens"
         with on_device(rows):
             launch(
                 (batch * blocks, 1), rows, step_batch, step, others, other_batch, other_step, *found,
@@ -161,11 +170,10 @@ def part_vectors(
 
 
 def document_vectors(
-    rows: Tensor, cumulative: bool, causal: bool, seqlen_q: int, seqlen_k: int
+    rows: Tensor, cumulative: bool, causal: bool, seqlen_q: int, seqlen_k: int, starts: bool = False
 ) -> tuple[Tensor | None, ...] | None:
-    """lts and, of documents that are not causal, ute, as ``part_vectors`` has them."""
-    found = part_vectors("cu_seqlens" if cumulative else "lengths", rows, (True, not causal, False), seqlen_q, seqlen_k)
-    return None if found is None else found[:2]
+    """lts, ute of documents that are not causal, and where they start, if asked for, as ``part_vectors`` has them."""
+    return part_vectors("cu_seqlens" if cumulative else "lengths", rows, (True, not causal, starts), seqlen_q, seqlen_k)
 
 
 @cache

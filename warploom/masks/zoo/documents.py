@@ -16,6 +16,10 @@ from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.launched import may_launch
 from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
 
+# Tokens of a document in the mean at the least, for it to say where they start: a sequence of packed calls has tiles of its
+# own, of some hundred tokens.
+SHORTEST = 256
+
 _LENGTHS = "document lengths: ints (n,), or one list or row per batch entry"
 
 
@@ -92,7 +96,7 @@ class Document(Mask):
         return inside, start, end
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
-        vectors = self._launched(seqlen_q, seqlen_k, device)
+        vectors = self._launched(seqlen_q, seqlen_k, device, False)
         if vectors is not None:
             return ResolvedMask(None, 0 if self.causal else None, vectors[0], None, None, vectors[1])
         inside, start, end = self._bounds(seqlen_k, device)
@@ -102,8 +106,28 @@ class Document(Mask):
         ute = rows_of(start, seqlen_q, seqlen_k).where(inside.unsqueeze(1), seqlen_q)
         return ResolvedMask(None, None, lts, None, None, ute)
 
-    def _launched(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[Tensor | None, ...] | None:
-        """lts and ute by one kernel, or None."""
+    def _resolve_with_starts(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> tuple[ResolvedMask, Tensor | None]:
+        if self._documents(seqlen_q, seqlen_k) is None:
+            return self._resolve(seqlen_q, seqlen_k, device), None
+        vectors = self._launched(seqlen_q, seqlen_k, device, True)
+        if vectors is None:
+            return self._resolve(seqlen_q, seqlen_k, device), None
+        return ResolvedMask(None, 0 if self.causal else None, vectors[0], None, None, vectors[1]), vectors[2]
+
+    def _documents(self, seqlen_q: int, seqlen_k: int) -> int | None:
+        """Of one batch entry, in number as packed calls have them. Where the first one starts is not read from a device."""
+        rows = self.bounds
+        if rows is None or rows.shape[0] != 1 or seqlen_q != seqlen_k:
+            return None
+        count = rows.shape[1] - (self.kind == "cu_seqlens")
+        if not 0 < count * SHORTEST <= seqlen_k:
+            return None
+        if self.kind == "cu_seqlens" and not (rows.device.type == "cpu" and readable(rows) and int(rows[0, 0]) == 0):
+            return None
+        return count
+
+    def _launched(self, seqlen_q: int, seqlen_k: int, device: torch.device, starts: bool) -> tuple[Tensor | None, ...] | None:
+        """lts, ute and, if asked for, where documents start, by one kernel, or None."""
         rows = self.bounds if self.ids is None else self.ids
         assert rows is not None
         if not may_launch(device, rows):
@@ -112,7 +136,7 @@ class Document(Mask):
             self._check_fits(seqlen_k)
         rows = rows if rows.device == device else rows.to(device)
         if self.ids is None:
-            return _by_kernel()[0](rows, self.kind == "cu_seqlens", self.causal, seqlen_q, seqlen_k)
+            return _by_kernel()[0](rows, self.kind == "cu_seqlens", self.causal, seqlen_q, seqlen_k, starts)
         return _by_kernel()[1](rows, self.kind == "segment_ids", self.causal, seqlen_q, seqlen_k)
 
     def _check_fits(self, seqlen_k: int) -> None:

@@ -1,0 +1,71 @@
+"""Which variant serves a call over a latent cache, and how many blocks share a sequence; no length counts."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from warploom.decode.hopper.latent_config import ROWS, STATE_FLOATS, THREADS, TILE, LatentConfig
+from warploom.decode.hopper.plan import DTYPES
+
+# Tiles of a split, at least. Many sequences would rather have few splits, one sequence many: with 8, 16 and 32 tiles 64
+# sequences of 4096 keys took 236, 198 and 176 us on an H100 (128 heads), one of 8192 keys 36, 53 and 88; Triton 569 and 51.
+LEAST = 8
+# Queries × heads from which on it runs unasked: with 64 and 128 it was faster than Triton throughout, with 16 it was not.
+LEAST_ROWS = 64
+MOST_LOG = 6  # a sequence has up to 2^6 splits
+LEAST_BOX = 8  # keys of a page, at least
+BOXES = (64, 16, 8)
+
+
+@cache
+def config(dtype: torch.dtype, page_size: int | None, one: bool, pair: bool = False) -> LatentConfig:
+    """The variant of a call; ``page_size`` None: the keys are contiguous, ``one``: a sequence has one page, of any size.
+
+    ``pair``: blocks of rows come in pairs.
+    """
+    most = TILE // 2 if pair else TILE
+    if page_size is None:
+        return LatentConfig(DTYPES[dtype], most, False, pair)
+    box = most if one else min(next(box for box in BOXES if box <= page_size), most)
+    return LatentConfig(DTYPES[dtype], box, True, pair)
+
+
+def row_blocks(queries: int, heads: int) -> int:
+    """Blocks of rows of a sequence."""
+    return -(-queries * heads // ROWS)
+
+
+def pairs(queries: int, heads: int) -> bool:
+    """Whether blocks of rows come in pairs, and a tile of keys is read once for two."""
+    return True if row_blocks(queries, heads) % 2 == 0 else False  # noqa: SIM210 - a tracer's symbols make no constant
+
+
+def blocks_log(units: int, tiles: int, processors: int) -> int:
+    """2^this blocks share the splits of each of so many ``units``, rows of sequences of up to so many tiles.
+
+    The fewest that take a tenth less rounds of a whole unit's time than fewer do: parts cost time too.
+    """
+    best, least = 0, float("inf")
+    for log in range(splits_log(tiles) + 1):
+        rounds = -(-(units << log) // processors) / (1 << log)
+        if rounds < 0.9 * least:
+            best, least = log, rounds
+    return best
+
+
+def splits_log(tiles: int) -> int:
+    """2^this splits has a sequence of so many tiles."""
+    return min(max(tiles // LEAST, 1).bit_length() - 1, MOST_LOG)
+
+
+def kept_floats(tiles: int, log: int, blocks: int) -> int:
+    """Of what so many ``blocks`` keep while they put splits together: a place for each level of a tree of their own ones."""
+    return max(splits_log(tiles) - log, 0) * STATE_FLOATS * THREADS * blocks
+
+
+def named_set() -> list[LatentConfig]:
+    """The variants that `warploom build` prepares: all there are."""
+    sizes = (None, *BOXES)
+    return [config(dtype, size, False, pair) for dtype in DTYPES for size in sizes for pair in (False, True)]
