@@ -164,6 +164,7 @@ class AttentionProblem:
     bias_grad: bool = False  # which has a gradient
     batch_invariant: bool = False
     fp8_pages: bool = False  # k and v are e4m3 with scales
+    page_box: int = 0  # as ``page_box`` has it
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -200,6 +201,7 @@ class AttentionProblem:
             bias_grad=args.bias_grad,
             batch_invariant=args.batch_invariant,
             fp8_pages=args.k_scale is not None,
+            page_box=page_box(args),
         )
 
     def describe(self) -> str:
@@ -225,6 +227,23 @@ class AttentionProblem:
             parts.append("batch-invariant")
         parts.append("forward + backward" if self.backward else "forward")
         return "; ".join(parts)
+
+
+# Keys that a copy may bring of a page: the most first.
+BOXES = (128, 64, 32, 16, 8, 4, 2)
+
+
+def page_box(args: AttentionArgs) -> int:
+    """The largest of BOXES, or 1, of which pages are whole multiples; 0 of a call without pages.
+
+    Where each sequence has one page, of whatever size, nothing follows its end: the largest.
+    """
+    if args.block_table is None:
+        return 0
+    if args.block_table.shape[1] == 1:
+        return BOXES[0]
+    size = args.k.shape[1]
+    return next((box for box in BOXES if size % box == 0), 1)
 
 
 def band_words(left: int | None, right: int | None) -> str:

@@ -18,7 +18,7 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "lists", "producer", "bias", "consumers", "columns", "merge")))
+_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "lists", "producer", "pages", "bias", "consumers", "columns", "merge")))
 SOURCES = (
     *_COMMON,
     *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns")),
@@ -68,6 +68,8 @@ class ForwardConfig:
     sink: bool = False
     varlen: bool = False  # packed sequences
     used: bool = False  # whose keys may end early (seqused_k)
+    paged: bool = False  # whose keys lie in pages
+    page_box: int = 0  # of whole TMA boxes of so many keys
     # When a step waits for its PV: "late", after its exponentials; "early", after a quarter of them; "pingpong": where ptxas
     # puts it, before most, while the warpgroups issue their products one after the other.
     pv_wait: str = "late"
@@ -90,6 +92,7 @@ class ForwardConfig:
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
         features = "columns", "softcap", "sink", "dropout", "varlen", "used", "split"
         parts += [feature for feature in features if getattr(self, feature)]
+        parts += [f"pages{self.page_box}"] if self.paged else []
         parts += [self.bias] if self.bias else []
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []

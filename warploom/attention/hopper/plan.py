@@ -12,6 +12,7 @@ import torch
 from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
+from warploom.attention.problem import BOXES
 
 if TYPE_CHECKING:
     from warploom.attention.problem import AttentionProblem
@@ -131,6 +132,7 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
         pv_wait=tile.pv_wait,
         split=not (features.varlen or features.columns or features.dropout),
         pack_gqa=each,
+        page_box=next((box for box in BOXES if features.page_box % box == 0 and tile.keys % box == 0), 1) * features.paged,
         **features.flags(ForwardConfig),
     )
 
@@ -177,12 +179,32 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     return config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
 
 
+LEAST_BOX = 16  # keys: more copies a tile take longer than its products
+
+
+def pages_refusal(problem: AttentionProblem) -> str | None:
+    """Why the forward does not take a problem's pages, or None."""
+    if problem.fp8_pages:
+        return "takes no pages of FP8"
+    if problem.page_box < LEAST_BOX:
+        return f"takes pages of whole {LEAST_BOX} keys"
+    if problem.backward:
+        return "computes no gradient over pages"
+    if problem.bias:
+        return "takes no bias over pages"
+    if problem.dropout:
+        return "takes no dropout over pages"
+    return None
+
+
 def invariance_refusal(problem: AttentionProblem) -> str | None:
     """Why a batch-invariant problem is not for the forward, which takes all problems of a kind or none; or None."""
     if problem.bias:
         return "promises batch invariance without a bias alone"
     if problem.dropout and problem.left is not None:  # of which only some lengths are run here
         return "promises no batch invariance of dropout under a window"
+    if problem.layout == "paged" and problem.left is not None:  # whose key tiles begin elsewhere than packed calls'
+        return "promises no batch invariance of a window over pages"
     return None
 
 
