@@ -164,7 +164,7 @@ class AttentionProblem:
     bias_grad: bool = False  # which has a gradient
     batch_invariant: bool = False
     fp8_pages: bool = False  # k and v are e4m3 with scales
-    page_box: int = 0  # as ``page_box`` has it
+    page_box: int = 0  # of a call over pages, as ``page_box`` has it
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -234,16 +234,18 @@ BOXES = (128, 64, 32, 16, 8, 4, 2)
 
 
 def page_box(args: AttentionArgs) -> int:
-    """The largest of BOXES, or 1, of which pages are whole multiples; 0 of a call without pages.
+    """As ``largest_box``, of the pages of a call; 0 without pages."""
+    return 0 if args.block_table is None else largest_box(args.k.shape[1], args.block_table.shape[1])
 
-    Where each sequence has one page, of whatever size, nothing follows its end: the largest.
+
+def largest_box(page_size: int, pages: int) -> int:
+    """The largest of BOXES, or 1, of which pages are whole multiples; ``pages``: how many a sequence may have.
+
+    Where that is one, of whatever size, nothing follows its end: the largest.
     """
-    if args.block_table is None:
-        return 0
-    if args.block_table.shape[1] == 1:
+    if pages == 1:
         return BOXES[0]
-    size = args.k.shape[1]
-    return next((box for box in BOXES if size % box == 0), 1)
+    return next((box for box in BOXES if page_size % box == 0), 1)
 
 
 def band_words(left: int | None, right: int | None) -> str:
