@@ -15,8 +15,7 @@ from warploom.runtime import dispatch, invariance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu_memory")]
 
-MODELS, EACH = 10, 250  # of each model so many sequences, in four layouts or three
-PACKED = tuple(layout for layout in LAYOUTS if layout != "paged")
+MODELS, EACH = 10, 250  # of each model so many sequences, in four layouts
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -27,14 +26,13 @@ def skip_without(backend: str) -> None:
 
 
 def options(backend: str) -> dict[str, Any]:
-    layouts = LAYOUTS if backend == "triton" else PACKED
-    return {"device": "cuda", "longest": 700, "head_dims": (64, 128, 256), "layouts": layouts, "each": EACH}
+    found = {"device": "cuda", "longest": 700, "head_dims": (64, 128, 256), "layouts": LAYOUTS, "each": EACH}
+    return found if backend == "triton" else found | {"page_sizes": (16, 48, 64, 256), "paged_windows": False}
 
 
 @pytest.mark.parametrize("model", range(MODELS))
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_ten_thousand_batches(backend: str, model: int) -> None:
-    """Of hopper 7,500, of triton as many as its name says."""
     skip_without(backend)
     first = secrets.randbelow(2**20) * EACH
     check(range(first, first + EACH), backend, dtype=HALVES[model % 2], **options(backend))
@@ -48,15 +46,23 @@ def test_these_batches_tell_whether_the_switch_is_heeded(backend: str, monkeypat
     assert sum(found)
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+CHUNKED = [
+    *(("triton", keywords, dtype) for keywords in ({}, {"window": (300, 0), "softcap": 30.0}) for dtype in (*HALVES, torch.float32)),
+    *(("hopper", keywords, dtype) for keywords in ({}, {"softcap": 30.0}) for dtype in HALVES),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "keywords", "dtype"), CHUNKED, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("keywords", [{}, {"window": (300, 0), "softcap": 30.0}], ids=["causal", "window"])
-def test_rows_of_a_prompt_of_its_chunks_and_of_decode(keywords: dict[str, Any], head_dim: int, dtype: torch.dtype) -> None:
+def test_rows_of_a_prompt_of_its_chunks_and_of_decode(
+    backend: str, keywords: dict[str, Any], dtype: torch.dtype, head_dim: int
+) -> None:
+    skip_without(backend)
     torch.manual_seed(secrets.randbelow(2**31))
     seqlen, sequences = 1500, 3
     q = torch.randn(sequences, seqlen, 8, head_dim, device="cuda").to(dtype)
     k, v = (torch.randn(sequences, seqlen, 2, head_dim, device="cuda").to(dtype) for _ in range(2))
-    keywords = {"return_lse": True, "backend": "triton", **keywords}
+    keywords = {"return_lse": True, "backend": backend, **keywords}
     with warploom.batch_invariant():
         out, lse = warploom.attention(q, k, v, causal=True, **keywords)
         for first, end in ((0, 512), (512, 1401), (1401, 1402)):

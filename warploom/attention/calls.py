@@ -14,7 +14,7 @@ from warploom.attention import (
     registry,  # noqa: F401  (it fills the dispatch list)
 )
 from warploom.attention.ops import attention_op, stats_op
-from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.problem import AttentionArgs, AttentionProblem, page_box
 from warploom.attention.stats import FAMILY, AttentionStats, StatsBackend, stats_args, stats_backend
 from warploom.runtime import dispatch
 from warploom.runtime.backend import Backend

@@ -31,7 +31,8 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     tensors = [view(DTYPES[variant.dtype], each) for each in (modes, keys, keys, modes)]
     lse = rows(modes)
     counted = variant.varlen or variant.columns
-    packed = [vector(Int32, present) for present in (variant.varlen, variant.varlen and not variant.paged, variant.used, counted)]
+    starts_k = variant.varlen and not variant.paged
+    packed = [vector(Int32, present) for present in (variant.varlen, starts_k, variant.used, counted)]
     parts = rows(3, align=16) if variant.split else None  # in place of it the lse where nothing is split
     mask = column_mask() if variant.columns else None
     drop = dropout() if variant.dropout else None

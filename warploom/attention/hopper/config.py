@@ -18,7 +18,8 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_FORWARD = ("forward", *(f"forward_{part}" for part in ("base", "lists", "producer", "pages", "bias", "consumers", "columns", "merge")))
+_PARTS_OF_FORWARD = "base", "lists", "producer", "pages", "bias", "consumers", "columns", "merge"
+_FORWARD = ("forward", *(f"forward_{part}" for part in _PARTS_OF_FORWARD))
 SOURCES = (
     *_COMMON,
     *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns")),
