@@ -46,10 +46,11 @@ def test_these_batches_tell_whether_the_switch_is_heeded(backend: str, monkeypat
     assert sum(found)
 
 
+WINDOW: dict[str, Any] = {"window": (300, 0), "softcap": 30.0}
 CHUNKED = [
-    *(("triton", keywords, dtype) for keywords in ({}, {"window": (300, 0), "softcap": 30.0}) for dtype in (*HALVES, torch.float32)),
+    *(("triton", keywords, dtype) for keywords in ({}, WINDOW) for dtype in (*HALVES, torch.float32)),
     *(("hopper", keywords, dtype) for keywords in ({}, {"softcap": 30.0}) for dtype in HALVES),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("backend", "keywords", "dtype"), CHUNKED, ids=str)

@@ -73,8 +73,9 @@ def forward(
     """One batch, one key head; of packed calls two sequences, the first with a third of the tokens, unless they are given."""
     dim, dim_v = config.head_dim, config.head_dim_v
     names = names_of(
-        "q k v out lse", True, "sink", config.sink, "cu_q", config.varlen, "cu_k", config.varlen and not config.paged, "used", config.used, "counter",
-        config.varlen or config.columns, "parts", bool(config.split), "lts lte uts ute bounds present", config.columns,
+        "q k v out lse", True, "sink", config.sink, "cu_q", config.varlen,
+        "cu_k", config.varlen and not config.paged, "used", config.used, "counter", config.varlen or config.columns,
+        "parts", bool(config.split), "lts lte uts ute bounds present", config.columns,
         DROPOUT, config.dropout, "slopes origin", bool(config.bias), "table", config.paged,
         "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
     )  # fmt: skip
@@ -108,7 +109,7 @@ def forward(
         rows, width = len(pages.table), len(pages.table[0])
         values["table"] = ((rows, width), (width,))
         start = names.index("table") + 1 << 32
-        words |= {start + 4 * i: page % 2**32 for i, page in enumerate(sum(pages.table, []))}
+        words |= {start + 4 * i: page % 2**32 for i, page in enumerate(page for row in pages.table for page in row)}
     if mask is not None:
         if sequences is None:
             column_values, column_words = column_mask(names, mask, fine_and_coarse(mask, seqlen_q, seqlen_k))

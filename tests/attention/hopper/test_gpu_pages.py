@@ -127,6 +127,6 @@ def test_numbers_past_the_pool_and_lengths_past_the_table_are_clamped() -> None:
     q, starts = torch.randn(40, 4, 128, device="cuda").to(BF16), torch.tensor([0, 40], dtype=torch.int32, device="cuda")
     found = []
     for table, used in (([3, 2**31 - 1, -(2**31)], 2**31 - 1), ([3, 4, 0], 48)):
-        where = {"block_table": torch.tensor([table], device="cuda").int(), "seqused_k": torch.tensor([used], device="cuda").int()}
+        where = {"block_table": torch.tensor([table]).int().cuda(), "seqused_k": torch.tensor([used]).int().cuda()}
         found.append(warploom.attention_varlen(q, *pages, starts, **where, causal=True, backend="hopper"))
     assert same(*found)

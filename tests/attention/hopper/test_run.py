@@ -90,7 +90,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             assert not v[..., out.shape[-1] :].any()
             v = v[..., : out.shape[-1]]
             if table is not None:
-                assert table.dtype == torch.int32 and table.stride(1) == 1 and (k.shape[1] % config.page_box == 0 or table.shape[1] == 1)
+                assert table.dtype == torch.int32 and table.stride(1) == 1
+                assert k.shape[1] % config.page_box == 0 or table.shape[1] == 1
                 options["block_table"] = table
             found = attended(varlen_args(q, k, v, cu_q, cu_k, seqused_k=used_k, **options), bias)
         out.copy_(found[0])

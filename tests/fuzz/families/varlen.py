@@ -564,9 +564,8 @@ def modules(p: Varlen, backend: str) -> list[Any]:
         longest = [max(n, default=0) + (17 if p.longest == "bound" else 0) for n in (p.lengths_q, p.keys)]
     empty = 0 in (p.total_q, p.total_k)
     count = 0 if empty else len(p.lengths_q)
-    return shared.modules(
-        p, backend, "paged" if p.page_size else "varlen", count, max(longest[0], 1), max(longest[1], 1), dense.band(p), p.used is not None
-    )
+    layout, (longest_q, longest_k) = "paged" if p.page_size else "varlen", (max(n, 1) for n in longest)
+    return shared.modules(p, backend, layout, count, longest_q, longest_k, dense.band(p), p.used is not None)
 
 
 def refusal(p: Varlen, given: dict[str, Any], backend: str) -> str | None:

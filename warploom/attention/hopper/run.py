@@ -235,6 +235,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     box, box_v = variant.boxes
     whole = head_dim > variant.head_dim - box and head_dim_v > variant.head_dim_v - box_v  # as ``filled`` has it
     dropout, bias = dropped(args), added(args)
+    wide = args.block_table is not None and args.block_table.shape[1] != 1
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
@@ -244,7 +245,7 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
         cu_q = cu_q.contiguous()
         columns = table = None
         if variant.paged:
-            table = rows_of_pages(*others)
+            table = others[0] if wide else one_page(*others)
         else:
             cu_k = cu_q if cu_k is None else cu_k.contiguous()
         if used is not None:
@@ -264,12 +265,10 @@ def _bind_packed(args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]]:
     return with_seed(args, launch)
 
 
-def rows_of_pages(table: Tensor | None) -> Tensor:
-    """A table as a module takes it: the pages of a sequence side by side."""
+def one_page(table: Tensor | None) -> Tensor:
+    """A table of one page a sequence as a module takes it: its second stride may be any, and counts for the module."""
     assert table is not None
-    if table.shape[1] == 1:
-        return table[:, 0].unsqueeze(-1)  # whose second stride counts for the module, and may be any
-    return table if table.stride(1) == 1 else table.contiguous()
+    return table[:, 0].unsqueeze(-1)
 
 
 # Counters of packed calls, zeroed many at a time, by device and stream.
