@@ -68,9 +68,9 @@ class ForwardConfig:
     softcap: bool = False
     sink: bool = False
     varlen: bool = False  # packed sequences
-    used: bool = False  # whose keys may end early (seqused_k)
     paged: bool = False  # whose keys lie in pages
     page_box: int = 0  # of whole TMA boxes of so many keys
+    used: bool = False  # whose keys may end early (seqused_k)
     # When a step waits for its PV: "late", after its exponentials; "early", after a quarter of them; "pingpong": where ptxas
     # puts it, before most, while the warpgroups issue their products one after the other.
     pv_wait: str = "late"

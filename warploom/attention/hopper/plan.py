@@ -241,7 +241,7 @@ def named_set() -> list[ForwardConfig]:
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
     under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
     up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, of the head dims that models have
-    with it.
+    with it, and causal ones over pages of 16 keys, the size that a cache has where none is asked for.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
@@ -257,6 +257,8 @@ def named_set() -> list[ForwardConfig]:
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
         found[config(Features(dtype, *dims, right=right, batch_invariant=True), True)] = None
     for dims, dtype in product(TILINGS, DTYPES):
+        pages: dict[str, Any] = {"varlen": True, "used": True, "paged": True, "page_box": 16}
+        found[config(Features(dtype, *dims, right=True, **pages), True)] = None
         found.update({config(Features(dtype, *dims), False, shape=name): None for name in ("brief", "square")})
         found[config(Features(dtype, *dims, right=True), True, shape="few")] = None
     return list(found)
