@@ -245,7 +245,10 @@ def largest_box(page_size: int, pages: int) -> int:
     """
     if pages == 1:
         return BOXES[0]
-    return next((box for box in BOXES if page_size % box == 0), 1)
+    for box in BOXES:
+        if page_size % box == 0:  # a branch, which a tracer of symbolic sizes decides
+            return box
+    return 1
 
 
 def band_words(left: int | None, right: int | None) -> str:

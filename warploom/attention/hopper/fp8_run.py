@@ -44,7 +44,7 @@ def refusal(args: AttentionArgs, out_dtype: torch.dtype) -> str | None:
     return _module_refusal(out_dtype, features.dtype, *tile_dims(features.head_dim, features.head_dim_v), *flags)
 
 
-def _settled(flag: bool) -> bool:
+def _settled(flag: bool | int) -> bool:
     """The flag as a number that a tracer has, by a branch, which bool() is not."""
     settled = False
     if flag:
