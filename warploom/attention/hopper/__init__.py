@@ -122,7 +122,7 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
 
 
 class Hopper(Backend):
-    """Dense and packed calls in 16 bits, up to 256 dims a head, under any mask."""
+    """Dense, packed and paged calls in 16 bits, up to 256 dims a head, under any mask."""
 
     name = NAME
 
