@@ -67,13 +67,12 @@ def wanted(variant: ForwardConfig, sequences: Sequences, pages: Pages, left: int
     found: Counter[tuple[int, ...]] = Counter()
     for n, (first_q, past_q) in enumerate(pairwise(sequences.starts_q)):
         queries, keys = past_q - first_q, min(sequences.used[n], pages.size * len(pages.table[n]))
-        hidden = max(keys - queries - left, 0) if variant.left else 0
         for row in range(0, queries, variant.tile_m):
             first, end = key_tiles(variant, row, row + variant.tile_m, queries, keys, keys - queries, left, 0)
             for key in range(first * variant.tile_n, end * variant.tile_n, box):
-                count = 0 if key + box <= hidden else min(max(keys - key, 0), box)
-                page = pages.table[n][min(key // pages.size, len(pages.table[n]) - 1)]
-                page, slot = min(max(page, 0), pages.count - 1), key % pages.size
+                at = min(key, (keys - 1) // box * box)  # in the place of boxes without a key the last one that has some
+                count, slot = min(keys - at, box), at % pages.size
+                page = min(max(pages.table[n][at // pages.size], 0), pages.count - 1)
                 for column in range(0, variant.head_dim, columns):
                     place = 2 * (column * variant.tile_n + key % variant.tile_n * columns)
                     found[column, RAGGED - count, 0, slot + count, page, place] += HEADS
@@ -87,7 +86,7 @@ LENGTHS = [([100, 260], [0, 150, 350]), ([70, 333], [0, 70, 110]), ([0, 20], [0,
 @pytest.mark.parametrize("page_size", [64, 192])
 @pytest.mark.parametrize("name", CORE)
 def test_pages_of_every_tile(name: str, page_size: int, used: list[int], starts: list[int], built: Built) -> None:
-    """Inside of the pool whatever the table holds, and no key behind a sequence's last one or before its window."""
+    """Inside of the pool whatever the table holds, no key behind a sequence's last one, and no box without a key."""
     variant, traced, seed = CORE[name], built.traced(name), random.randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)

@@ -45,6 +45,9 @@ MOST_SLOTS = 4096  # pieces of all blocks
 TABLE = 1 + 3 * CUTS
 
 
+MOST_LOADERS = 3  # warps of the producer warpgroup besides the scheduler
+
+
 def box_columns(span: int) -> int:
     """Columns of a TMA box: of the widest swizzle, 128, 64 or 32 bytes, of which an operand's ``span`` are whole ones."""
     return next(columns for columns in (64, 32, 16) if span % columns == 0)
@@ -114,6 +117,11 @@ class ForwardConfig:
     def heads_per_tile(self) -> int:
         """Heads of a tile."""
         return self.tile_m // self.queries
+
+    @property
+    def loaders(self) -> int:
+        """Warps that load: over pages as many as there are, a box or more each, since one would issue small boxes too slowly."""
+        return min(MOST_LOADERS, self.tile_n // self.page_box) if self.paged else 1
 
     @property
     def bias_product(self) -> bool:

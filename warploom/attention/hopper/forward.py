@@ -125,9 +125,10 @@ class HopperForward(PagedProducer, ColumnProducer, ColumnConsumers, Merge):
             with cute.arch.elect_one():
                 init_rings(self.warpgroups, (shared.q_full, shared.q_empty, 4))
                 makers = 2 if const_expr(self.config.columns) else 0
-                init_rings(self.stages, (shared.k_full, shared.k_empty, consumers))
-                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers))
-                readers = WARP * (consumers + 1 + makers)  # lanes
+                loaders = self.config.loaders
+                init_rings(self.stages, (shared.k_full, shared.k_empty, consumers), loads=loaders)
+                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers), loads=loaders)
+                readers = WARP * (consumers + loaders + makers)  # lanes
                 init_rings(self.tile_stages, (shared.tile_full, shared.tile_empty, readers))
                 if const_expr(self.config.columns):
                     for i in cutlass.range_constexpr(self.stages):
@@ -136,7 +137,7 @@ class HopperForward(PagedProducer, ColumnProducer, ColumnConsumers, Merge):
                         cute.arch.mbarrier_init(shared.mask_full + i, WARP * makers)
                         cute.arch.mbarrier_init(shared.mask_empty + i, WARP * consumers)
                 if const_expr(self.config.paged and self.config.left):
-                    cute.arch.mbarrier_init(shared.v_landed, 1)
+                    cute.arch.mbarrier_init(shared.v_landed, loaders)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -244,11 +245,12 @@ class HopperForward(PagedProducer, ColumnProducer, ColumnConsumers, Merge):
         consumer_registers, producer_registers = REGISTERS[self.warpgroups]
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
-            if warp == LOADER:
-                if const_expr(self.config.paged):
-                    self.load_pages(q, k, v, lse, shared, table, tma_q, tma_k, tma_v, left)
-                else:
-                    self.load(q, k, v, lse, shared, tma_q, tma_k, tma_v)
+            if const_expr(self.config.paged):
+                part = cute.arch.make_warp_uniform(cutlass.max(warp - 1, 0))  # the scheduler's is none
+                if (warp != SCHEDULER) & (part < self.config.loaders):
+                    self.load_pages(part, q, k, v, lse, shared, table, tma_q, tma_k, tma_v, left)
+            elif warp == LOADER:
+                self.load(q, k, v, lse, shared, tma_q, tma_k, tma_v)
             if warp == SCHEDULER:
                 if const_expr(self.config.varlen):
                     total_k = k.shape[3] - 1  # or of a page
