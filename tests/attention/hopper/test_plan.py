@@ -99,6 +99,8 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
     assert found == {1: 8, 8: 8, 9: 32, 32: 32, 64: 32, 65: 0, 128: 0, 5000: 0}
     assert [pack_gqa(1, group, 128) for group in (1, 2, 16, 17)] == [0, 8, 8, 8]
     assert config_for(problem(seqlen_q=1, heads_q=8)).queries == 8
+    thin = config_for(problem(seqlen_q=16, heads_q=8, heads_kv=2, head_dim=128, head_dim_v=128))
+    assert (thin.queries, thin.heads_per_tile, thin.warpgroups) == (16, 4, 1)
     assert config_for(problem(seqlen_q=1, heads_q=8, layout="varlen")).queries == 128
 
 
