@@ -120,7 +120,7 @@ class ForwardConfig:
 
     @property
     def loaders(self) -> int:
-        """Warps that load: over pages as many as there are, a box or more each, since one would issue small boxes too slowly."""
+        """Warps that load: over pages as many as there are, a box or more each: one is too slow for small boxes."""
         return min(MOST_LOADERS, self.tile_n // self.page_box) if self.paged else 1
 
     @property

@@ -38,7 +38,7 @@ class PagedProducer(Producer):
 
     @cute.jit
     def load_pages(self, part, q, k, v, lse, shared, table, tma_q, tma_k, tma_v, left):
-        """Q of each warpgroup once a tile, then K one tile ahead of V: every ``loaders``-th box from ``part`` on, Q by the first warp."""
+        """Every ``loaders``-th box of K one tile ahead of V; the first warp also Q of each warpgroup, once a tile."""
         group = lse.shape[0] // k.shape[2]
         sizes = k.shape[3] - 1, k.shape[4]
         q_phase = Int32(1)
