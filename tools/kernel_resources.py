@@ -196,7 +196,10 @@ TREES = ("decode, tree", "paged decode, tree")
 TREE_WINDOWS = ("decode, tree, window", "paged decode, tree, window")
 FP8 = ("decode, fp8", "paged decode, fp8", "decode, queries, fp8")
 LATENT = ("decode, latent", "decode, queries, latent", "paged decode, queries, latent", "decode, tree, latent")
-PREFIXES = ("decode, prefix", "paged decode, prefix", "paged decode, fp8, prefix", "paged decode, alibi, prefix")
+PREFIXES = (
+    *("decode, prefix", "paged decode, prefix", "paged decode, fp8, prefix", "paged decode, alibi, prefix"),
+    "paged decode, small pages, prefix",
+)
 DECODE_BIASES = ("decode, alibi", "decode, distance", "paged decode, key", "decode, queries, distance", "decode, tree, key")
 
 
@@ -278,7 +281,7 @@ def recorded(case: Case) -> dict[str, Recorded]:
 
 
 def _decode(case: Case, dtype: torch.dtype) -> None:
-    batch, capacity, page = 2, 8192, 64
+    batch, capacity, page = 2, 8192, 16 if "small pages" in case.feature else 64
     # Sixteen queries of four heads fill the rows of Hopper's matrix instructions.
     queries = 16 if "queries" in case.feature else 64 if "tree" in case.feature else 1
     odd = 1 if "odd strides" in case.feature else 0

@@ -19,7 +19,7 @@ QUICK = ["bench", "distributed", "--device", "cpu", "--quick", "--repeats", "2"]
 
 def test_command_writes_rows_and_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "results" / "run.json"
-    assert main([*QUICK, "--only", "documents", "--out", str(out), "--peers", "all-gather + SDPA"]) == 0
+    assert main([*QUICK, "--only", "documents, 128 tokens a rank", "--out", str(out), "--peers", "all-gather + SDPA"]) == 0
     assert not dist.is_initialized()
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == distributed.HEAD and len(printed) == 1 + 2 * 6

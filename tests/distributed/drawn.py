@@ -1,11 +1,12 @@
 """Random calls against one device's: any method, mask, packing, dtype and option; some of their bits against those of one rank.
 
-CI draws a few. `python -m tests.distributed.drawn WORLD COUNT [SEED]` draws as many as asked in processes of its own, and
-prints those that fail with the seed that repeats each.
+CI draws a few. `python -m tests.distributed.drawn WORLD COUNT [SEED] [--device cuda]` draws as many as asked in processes of
+its own, on a GPU each longer ones for the kernels there, and prints those that fail with the seed that repeats each.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import secrets
@@ -25,9 +26,10 @@ from warploom import masks
 from warploom.distributed.choice import METHODS
 
 
-def draw(seed: int, world: int) -> Sharded:
+def draw(seed: int, world: int, device: str = "cpu") -> Sharded:
     """A problem; the same of every rank that gives the same seed."""
     rng = random.Random(seed)
+    longest = 150 if device == "cpu" else 1500
     method = rng.choice([*METHODS, "auto"])
     heads_kv = world * rng.randint(1, 2) if method == "heads" or rng.random() < 0.2 else rng.choice([1, 2, 3, 4, 5])
     call: dict[str, Any] = {"heads_kv": heads_kv, "heads_q": heads_kv * rng.choice([1, 1, 2, 3, 7])}
@@ -36,14 +38,14 @@ def draw(seed: int, world: int) -> Sharded:
     if rng.random() < 0.35:
         call |= _sampled(rng, method, keywords, call)
     elif rng.random() < 0.3:
-        total = rng.randint(1, 150)
+        total = rng.randint(1, longest)
         call |= {"batch": 1, "seqlen_q": total, "cu_seqlens": starts_of(rng, total)}
         _band(rng, keywords)
         if rng.random() < 0.4:
             keywords["mask"] = columns(rng, 25, total, (1, 1), rng.choice(["lts", "ute", "lts ute", "lts lte uts ute"]))
     else:
-        call |= {"seqlen_q": rng.randint(1, 150)}
-        call |= {} if rng.random() < 0.7 else {"seqlen_k": rng.randint(1, 150)}
+        call |= {"seqlen_q": rng.randint(1, longest)}
+        call |= {} if rng.random() < 0.7 else {"seqlen_k": rng.randint(1, longest)}
         _band(rng, keywords)
         if rng.random() < 0.6:
             keywords["mask"] = _mask(rng, call)
@@ -57,18 +59,22 @@ def draw(seed: int, world: int) -> Sharded:
         keywords["batch_invariant"] = True
     if rng.random() < 0.2:
         call["plan_mask"] = rng.choice([{}, {"causal": True}, {"window": (5, 0)}])
-    dtypes = [torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16]
-    if min(call["seqlen_q"], call.get("seqlen_k", 40)) < 40:
-        dtypes = dtypes[:3]  # of few roundings the norm says little
+    short = min(call["seqlen_q"], call.get("seqlen_k", 40)) < 40  # of few roundings the norm says little
+    if device == "cpu":
+        dtypes, head_dims = [torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16], [8, 16]
+        dtypes = dtypes[:3] if short else dtypes
+    else:
+        dtypes, head_dims = [torch.float32] if short else [torch.bfloat16, torch.float16], [64, 128]
     return Sharded(
         seed,
-        head_dim=rng.choice([8, 16]),
-        head_dim_v=rng.choice([8, 16]),
+        head_dim=rng.choice(head_dims),
+        head_dim_v=rng.choice(head_dims),
         dtype=rng.choice(dtypes),
         method=method,
         keywords=keywords,
         sink=rng.random() < 0.3,
         chunk=rng.choice([512, 512, rng.randint(1, 40)]),
+        device=device,
         **call,
     )
 
@@ -108,9 +114,14 @@ def drawn(rank: int, world: int, seed: int) -> None:
 
 
 def main() -> None:
-    world, count = int(sys.argv[1]), int(sys.argv[2])
-    seed = int(sys.argv[3]) if len(sys.argv) > 3 else secrets.randbelow(2**31)
-    print(f"{count} calls in {world} processes from seed {seed}", flush=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("world", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("seed", type=int, nargs="?", default=secrets.randbelow(2**31))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    args = parser.parse_args()
+    world, seed = args.world, args.seed
+    print(f"{args.count} calls in {world} processes from seed {seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(world):
@@ -120,20 +131,22 @@ def main() -> None:
                 try:
                     torch.set_num_threads(1)
                     where = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
-                    dist.init_process_group("gloo", **where)
-                    failed = _run(rank, world, count, seed)
+                    if args.device == "cuda":
+                        torch.cuda.set_device(rank)
+                    dist.init_process_group("gloo" if args.device == "cpu" else "nccl", **where)
+                    failed = _run(rank, world, args.count, seed, args.device)
                 except BaseException:
                     traceback.print_exc()
                 os._exit(failed)
         sys.exit(max([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
 
 
-def _run(rank: int, world: int, count: int, seed: int) -> bool:
+def _run(rank: int, world: int, count: int, seed: int, device: str) -> bool:
     failures = 0
     for number in range(seed, seed + count):
         words = None
         try:
-            draw(number, world).check()
+            draw(number, world, device).check()
         except AssertionError:
             words = traceback.format_exc(limit=-2)
         told: list[Any] = [None] * world

@@ -38,6 +38,7 @@ class Sharded:
     group: Any = None
     plan_mask: dict[str, Any] | None = None  # the plan's, where it is another than the call's
     poison: bool = True  # NaN in keys that nobody sees
+    device: str = "cpu"
 
     def check(self) -> distributed.ShardPlan:
         band = {name: self.keywords[name] for name in ("mask", "causal", "window") if name in self.keywords}
@@ -108,27 +109,26 @@ class Sharded:
             assert torch.equal(part[0] if packed else part, t), f"{name} has other bits than of one rank: {self}"
 
     def tensors(self) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Tensor, Tensor]:
-        """q, k, v and sink, then the gradients of out and lse; the same on every rank."""
+        """q, k, v and sink, then the gradients of out and lse; drawn on the host, so the same on every rank."""
         make = torch.Generator().manual_seed(self.seed)
         seqlen_k = self.seqlen_q if self.seqlen_k is None else self.seqlen_k
 
         def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=make, dtype=torch.float64).to(self.dtype)
+            return torch.randn(*shape, generator=make, dtype=torch.float64).to(self.device, self.dtype)
 
         q = draw(self.batch, self.seqlen_q, self.heads_q, self.head_dim)
         k = draw(self.batch, seqlen_k, self.heads_kv, self.head_dim)
         v = draw(self.batch, seqlen_k, self.heads_kv, self.head_dim_v)
         sink = draw(self.heads_q) if self.sink else None
         dout = draw(self.batch, self.seqlen_q, self.heads_q, self.head_dim_v)
-        dlse = torch.randn(self.batch, self.heads_q, self.seqlen_q, generator=make)
+        dlse = torch.randn(self.batch, self.heads_q, self.seqlen_q, generator=make).to(self.device)
         return (q, k, v, sink), dout, dlse
 
     def visible(self) -> Tensor:
         """bool (batch|1, heads_q|1, seqlen_q, seqlen_k)."""
         seqlen_k = self.seqlen_q if self.seqlen_k is None else self.seqlen_k
-        if self.cu_seqlens is not None:
-            return self._visible_packed()
-        return self._visible(self.keywords, self.seqlen_q, seqlen_k)
+        packed = self.cu_seqlens is not None
+        return (self._visible_packed() if packed else self._visible(self.keywords, self.seqlen_q, seqlen_k)).to(self.device)
 
     def _visible(self, keywords: dict[str, Any], seqlen_q: int, seqlen_k: int) -> Tensor:
         seen = self.seen
@@ -161,4 +161,4 @@ class Sharded:
         seqlen_k = self.seqlen_q if self.seqlen_k is None else self.seqlen_k
         sizes = (self.batch, self.heads_q, self.seqlen_q, seqlen_k)
         seed = torch.tensor([self.keywords["dropout_seed"]])
-        return philox.keep_mask(seed, p, *(torch.arange(n) for n in sizes)).double() / (1.0 - p)
+        return philox.keep_mask(seed, p, *(torch.arange(n) for n in sizes)).double().to(self.device) / (1.0 - p)

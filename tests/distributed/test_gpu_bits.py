@@ -38,7 +38,7 @@ def rows_of_ranks(q: Any, k: Any, v: Any, band: dict[str, Any], ranks: int, back
         units.append(_unit(args, whole, backend, False))
         pieces = _sharded(plan, whole, q.device).gathered(False, units[-1])
         own = plan.positions().to(q.device)
-        for some, part, part_lse in local.forward(local.Run(args, backend, False), rows, k, v, None, pieces):
+        for some, part, part_lse in local.forward(local.Run(args, backend, False, {}), rows, k, v, None, pieces):
             out[:, own[some]], lse[:, :, own[some]] = part, part_lse
     return units, out, lse
 

@@ -285,7 +285,7 @@ def benchmark(rank: int, world: int, seed: int) -> None:
         for row in rows:
             found = row["contenders"]
             names = ["warploom", "warploom, gather", "warploom, heads", "warploom, ring", "all-gather + SDPA", "ideal"]
-            assert list(found) == names and row["ranks"] == world and row["seqlen"] == 128 * world
+            assert list(found) == names and row["ranks"] == world and row["seqlen"] == one.share * world
             assert all(each["ms"] > 0 and each["rounds"] == 2 for each in found.values()), row
             assert found["warploom"]["imbalance"] < 1 and found["warploom"]["error"] < 0.01
         told: list[object] = [None] * world

@@ -25,6 +25,8 @@ from warploom.masks import Causal, Document, Mask, PrefixLM, SlidingWindow
 
 # Tokens of a rank; 64 query heads and 8 key heads of 128.
 TOKENS, QUICK_TOKENS = 8192, 128
+# Tokens of all ranks, whose times by numbers of ranks are the table of strong scaling.
+IN_ALL, QUICK_IN_ALL = 32768, 256
 HEADS, QUICK_HEADS = (64, 8, 128), (8, 4, 16)
 WINDOW = 4096
 CHECKED = 512  # tokens of a rank where results are held against one device's: the whole is there twice
@@ -46,15 +48,25 @@ class Case:
     heads: int
     heads_kv: int
     head_dim: int
+    in_all: bool = False  # tokens are those of all ranks
+
+    @property
+    def share(self) -> int:
+        """Tokens of a rank."""
+        return self.tokens // dist.get_world_size() if self.in_all else self.tokens
 
     def shape(self, tokens: int) -> Shape:
         return Shape(1, tokens * dist.get_world_size(), self.heads, self.head_dim, heads_kv=self.heads_kv)
 
 
 def distributed_cases(quick: bool) -> list[Case]:
-    """Every mask."""
-    tokens, (heads, heads_kv, head_dim) = (QUICK_TOKENS, QUICK_HEADS) if quick else (TOKENS, HEADS)
-    return [Case(f"{name}, {tokens} tokens a rank", name, tokens, heads, heads_kv, head_dim) for name in MASKS]
+    """Every mask at a number of tokens a rank; then two of them at a number of tokens in all."""
+    tokens, in_all, heads = (QUICK_TOKENS, QUICK_IN_ALL, QUICK_HEADS) if quick else (TOKENS, IN_ALL, HEADS)
+    scaling = "causal", "causal documents"
+    return [
+        *(Case(f"{name}, {tokens} tokens a rank", name, tokens, *heads) for name in MASKS),
+        *(Case(f"{name}, {in_all} tokens in all", name, in_all, *heads, in_all=True) for name in scaling),
+    ]
 
 
 def begin(device: str) -> torch.device:
@@ -86,7 +98,7 @@ def rows_of(case: Case, device: torch.device, against: list[str] | None, most: i
     kind = MASKS[case.mask]
     found: dict[str, dict[str, Any]] = {}
     errors: dict[str, tuple[float, float]] = {}
-    small = case.shape(min(case.tokens, CHECKED))
+    small = case.shape(min(case.share, CHECKED))
     inputs = _drawn(small, device)
     out, want = _on_one(kind(small.seqlen), inputs)
     for name, each in make.items():
@@ -102,7 +114,7 @@ def rows_of(case: Case, device: torch.device, against: list[str] | None, most: i
             found[name] = {kind_of: words}
     del inputs, out, want
 
-    shape, mask = case.shape(case.tokens), kind(case.shape(case.tokens).seqlen)
+    shape, mask = case.shape(case.share), kind(case.shape(case.share).seqlen)
     whole = _drawn(shape, device)
     parts = {name: each(mask, shape.seqlen, device) for name, each in make.items() if name not in found}
     flops = shape.flops(mask.density(shape.seqlen, shape.seqlen)) / dist.get_world_size()

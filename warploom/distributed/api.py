@@ -203,7 +203,7 @@ def _prepared(
     _, _, key_places, query_places, _ = plan.kept[kind]
     tensors = (args.q, args.k, args.v, args.sink)
     backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-    run = Run(args._replace(sink=None), backend, backward)
+    run = Run(args._replace(sink=None), backend, backward, sharded.launchers)
     last = plan.seqlen_q if plan.starts is None else plan.starts[-1]
     tail = sum(max(0, b - max(a, last)) for a, b in plan.queries.runs[plan.rank])
     unit = _unit(args, sharded.whole, backend, backward)

@@ -86,7 +86,7 @@ def choose(
     blocks = max(sum(bool(sharded.needed(reader, source)) for source in range(ranks)) for reader in range(ranks))
     merges = blocks * queries.longest * batch * heads_q * head_dim_v * 4 * 3
     model = {
-        "gather": others * keys.longest * token_kv // head_groups(heads_kv),
+        "gather": others * keys.longest * token_kv // head_groups(heads_kv, keys.seqlen * token_kv),
         "heads": (queries.longest * token_q + keys.longest * token_kv) * others // ranks,
         "ring": int(merges * _MERGE),
     }

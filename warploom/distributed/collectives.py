@@ -16,6 +16,8 @@ from warploom.distributed.layout import Layout
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
+MOST_SEGMENTS = 16  # copies of runs of positions that take the host no longer than an index does the device
+
 
 class Pending:
     """A collective under way. It runs on the backend's own stream, behind what this stream has been given so far.
@@ -47,11 +49,12 @@ class Gathering(Pending):
         """Each tensor over the whole sequence, in order: (batch, seqlen, heads, ·)."""
         self.wait()
         parts = self._found.view(len(self._layout.counts), -1).split([prod(shape) for shape in self._shapes], 1)
-        # (ranks, batch, longest, heads, ·) with the batch first, so that ranks and rows are one dimension.
-        found = [
-            part.unflatten(1, shape).transpose(0, 1).flatten(1, 2) for part, shape in zip(parts, self._shapes, strict=True)
-        ]
-        return [t.index_select(1, self._places) for t in found]
+        found = [part.unflatten(1, shape) for part, shape in zip(parts, self._shapes, strict=True)]  # of each rank
+        segments = self._layout.segments
+        if len(segments) <= MOST_SEGMENTS:
+            return [torch.cat([t[rank, :, at : at + b - a] for rank, at, a, b in segments], 1) for t in found]
+        # With the batch first ranks and rows are one dimension.
+        return [t.transpose(0, 1).flatten(1, 2).index_select(1, self._places) for t in found]
 
 
 class Scattering(Pending):
@@ -60,11 +63,18 @@ class Scattering(Pending):
     def __init__(self, group: Any, layout: Layout, places: Tensor, *tensors: Tensor) -> None:
         ranks, longest = len(layout.counts), layout.longest
         self._shapes = [(t.shape[0], longest, *t.shape[2:]) for t in tensors]
-        flat = []
-        for t in tensors:
-            spread = t.new_zeros((t.shape[0], ranks * longest, *t.shape[2:])).index_copy_(1, places, t)
-            flat.append(spread.unflatten(1, (ranks, longest)).transpose(0, 1).reshape(ranks, -1))
-        sent = torch.cat(flat, 1).flatten()
+        sizes = list(map(prod, self._shapes))
+        make = tensors[0].new_empty if min(layout.counts) == longest else tensors[0].new_zeros
+        rooms = make(ranks, sum(sizes))
+        for t, room, shape in zip(tensors, rooms.split(sizes, 1), self._shapes, strict=True):
+            of_ranks = room.unflatten(1, shape)
+            if len(layout.segments) <= MOST_SEGMENTS:
+                for rank, at, a, b in layout.segments:
+                    of_ranks[rank, :, at : at + b - a] = t[:, a:b]
+            else:
+                spread = t.new_zeros((t.shape[0], ranks * longest, *t.shape[2:])).index_copy_(1, places, t)
+                of_ranks.copy_(spread.unflatten(1, (ranks, longest)).transpose(0, 1))
+        sent = rooms.flatten()
         self._found = sent.new_empty(sent.numel() // ranks)
         super().__init__([reduce_scatter(self._found, sent, group=group, async_op=True)], sent)
 

@@ -58,6 +58,17 @@ class Layout:
             found[self.positions(rank)] = torch.arange(count) + rank * self.longest
         return found
 
+    @cached_property
+    def segments(self) -> tuple[tuple[int, int, int, int], ...]:
+        """All runs, ascending: rank, where among its positions one begins, first position of the whole and past the last."""
+        found = []
+        for rank, runs in enumerate(self.runs):
+            at = 0
+            for a, b in runs:
+                found.append((rank, at, a, b))
+                at += b - a
+        return tuple(sorted(found, key=lambda segment: segment[2]))
+
     def before(self, rank: int) -> Tensor:
         """How many of a rank's positions lie before each: int32 (seqlen + 1,), ascending."""
         held = torch.zeros(self.seqlen + 1, dtype=torch.int32)

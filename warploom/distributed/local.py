@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,11 @@ from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.distributed.pieces import Piece
 from warploom.runtime import dispatch
+from warploom.runtime.backend import Backend
+from warploom.runtime.op import plain
+
+# Of a piece's kind of call: what launches it, and what that takes behind q, k, v and the sink; None until it came twice.
+Launchers = dict[Hashable, tuple[Callable[..., Any], tuple[Tensor | None, ...]] | None]
 
 
 class Run(NamedTuple):
@@ -21,11 +27,13 @@ class Run(NamedTuple):
         args: the validated call of this rank: scalars, dropout's seed; its tensors are replaced.
         backend: as the caller gave it.
         backward: whether gradients will be asked for.
+        launchers: of the plan's pieces, for calls like this one.
     """
 
     args: AttentionArgs
     backend: str | None
     backward: bool
+    launchers: Launchers
 
 
 def forward(
@@ -33,7 +41,16 @@ def forward(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Rows of q, their out in q's dtype and their lse against the keys of each piece."""
     for piece in pieces:
-        out, lse = attention_op.forward(*_call(run, q, k, v, sink, piece))
+        given = _cut(q, k, v, piece)
+        key = _key("forward", run, piece, given, sink)
+        kept = run.launchers.get(key)
+        if kept is not None and dispatch.settled(key) is not None:
+            launch, behind = kept
+            out, lse = launch(*given, sink, *behind)
+        else:
+            args, backend = _call(run, given, sink, piece, key)
+            out, lse = attention_op.forward(*args)
+            _keep(run.launchers, key, args, lambda args=args, backend=backend: backend.bind(args))  # type: ignore[misc]
         if piece.among is not None:
             own = slice(piece.among[0], piece.among[0] + piece.rows[1] - piece.rows[0])
             out, lse = out[:, own], lse[:, :, own]
@@ -51,33 +68,96 @@ def backward(
     lse: Tensor,
     pieces: Sequence[Piece],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the pieces add to dq, dk and dv, in fp32 (fp64 for fp64), given out and lse of all keys, a sink included."""
-    dq, dk, dv = (torch.zeros(t.shape, dtype=wide(t), device=t.device) for t in (q, k, v))
+    """What the pieces add to dq, dk and dv, given out and lse of all keys, a sink included.
+
+    dk and dv are sums in fp32 (fp64 for fp64), and so is dq where two pieces may share a row; else it has q's dtype.
+    """
+    runs = [piece.rows for piece in pieces]
+    apart = _apart(runs)
+    dq = _blank(q, q.dtype if apart else wide(q), apart and sum(b - a for a, b in runs) == q.shape[1])
+    dk, dv = (_blank(t, wide(t), len(pieces) == 1 and pieces[0].keys == (0, t.shape[1])) for t in (k, v))
     for piece in pieces:
         rows, keys = slice(*piece.rows), slice(*piece.keys)
         upstream = dout[:, rows], None if dlse is None else dlse[:, :, rows]
-        kept = out[:, rows], lse[:, :, rows].contiguous()
-        found = attention_op.backward(upstream, kept, _call(run, q, k, v, None, piece))
-        dq[:, rows] += found[0]
-        dk[:, keys] += found[1]
-        dv[:, keys] += found[2]
+        kept_results = out[:, rows], lse[:, :, rows].contiguous()
+        given = _cut(q, k, v, piece)
+        key = _key("backward", run, piece, (*given, *upstream, *kept_results), None)
+        kept = run.launchers.get(key)
+        if kept is not None and dispatch.settled(key) is not None:
+            launch, behind = kept
+            found = launch(*upstream, *kept_results, *given, None, *behind)
+        else:
+            args, backend = _call(run, given, None, piece, key)
+            found = attention_op.backward(upstream, kept_results, args)
+            ready = (args, *upstream, *kept_results)
+            _keep(run.launchers, key, args, lambda ready=ready, backend=backend: backend.bind_backward(*ready))  # type: ignore[misc]
+        if apart:
+            dq[:, rows] = found[0]
+        else:
+            dq[:, rows] += found[0]
+        for total, part in zip((dk, dv), found[1:3], strict=True):
+            if len(pieces) == 1:
+                total[:, keys] = part
+            else:
+                total[:, keys] += part
     return dq, dk, dv
 
 
-def _call(run: Run, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, piece: Piece) -> AttentionArgs:
-    rows, keys = slice(*piece.rows), slice(*piece.keys)
+def _blank(t: Tensor, dtype: torch.dtype, whole: bool) -> Tensor:
+    """Room for a gradient of t; zeros unless the ``whole`` of it will be written."""
+    make = torch.empty if whole else torch.zeros
+    return make(t.shape, dtype=dtype, device=t.device)
+
+
+def _apart(runs: Sequence[tuple[int, int]]) -> bool:
+    ordered = sorted(runs)
+    return all(b <= c for (_, b), (c, _) in pairwise(ordered))
+
+
+def _cut(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows and keys of a piece."""
+    some, keys = q[:, slice(*piece.rows)], slice(*piece.keys)
+    if piece.among is not None:
+        first, count = piece.among
+        some = torch.nn.functional.pad(some, (0, 0, 0, 0, first, count - first - some.shape[1]))
+    return some, k[:, keys], v[:, keys]
+
+
+def _key(pass_: str, run: Run, piece: Piece, tensors: Sequence[Tensor | None], sink: Tensor | None) -> Hashable:
+    """Of what a launcher depends on beside the kind of call that the launchers are for; None: none may be kept.
+
+    A piece that has launchers lives as long as they do, so its id is its own.
+    """
+    if run.args.dropout_p or not plain(*tensors, sink):
+        return None
+    views = [None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for t in tensors]
+    return (pass_, id(run.launchers), id(piece), run.backend, run.backward, sink is None, *views)
+
+
+def _keep(launchers: Launchers, key: Hashable, args: AttentionArgs, make: Callable[[], Callable[..., Any] | None]) -> None:
+    """A launcher is made when its key comes for the second time."""
+    if key is None or dispatch.settled(key) is None:
+        return
+    launch = make() if key in launchers else None
+    launchers[key] = None if launch is None else (launch, args.tensors()[4:])
+
+
+def _call(
+    run: Run, given: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, piece: Piece, key: Hashable
+) -> tuple[AttentionArgs, Backend]:
+    q, k, v = given
     offset, seed = None, run.args.dropout_seed
     if piece.offset is not None:
         offset = torch.full((q.shape[0],), piece.offset, dtype=torch.int32, device=q.device)
         seed = None if seed is None else torch.cat([seed.reshape(1), seed.new_full((1,), piece.head)])
-    some = q[:, rows]
-    if piece.among is not None:
-        first, count = piece.among
-        some = torch.nn.functional.pad(some, (0, 0, 0, 0, first, count - first - some.shape[1]))
-    args = run.args._replace(q=some, k=k[:, keys], v=v[:, keys], sink=sink, **piece.mask._asdict())
+    args = run.args._replace(q=q, k=k, v=v, sink=sink, **piece.mask._asdict())
     args = args._replace(q_offset=offset, dropout_seed=seed, bounds=None)
-    chosen = dispatch.choose(AttentionProblem.from_args(args, run.backward), run.backend)
-    return dispatch.find(chosen).prepare(args)._replace(backend=chosen)
+    problem = AttentionProblem.from_args(args, run.backward)
+    chosen = dispatch.choose(problem, run.backend)
+    if key is not None and q.is_cuda:
+        dispatch.settle(key, chosen, "attention", run.backend is not None, problem)
+    backend = dispatch.find(chosen)
+    return backend.prepare(args)._replace(backend=chosen), backend
 
 
 class Merged:

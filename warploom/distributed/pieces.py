@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -197,6 +198,7 @@ class Sharded:
         self._made: dict[tuple[object, ...], tuple[Piece, ...]] = {}
         self._seen: dict[int, Tensor] = {}
         self._rows: dict[int, Tensor] = {}
+        self.launchers: dict[Hashable, Any] = {}  # of its pieces, as `local.Run` has them
 
     def gathered(self, dropout: bool, unit: int | None = None) -> tuple[Piece, ...]:
         """This rank's queries against all keys in order; ``unit``: those of ``fixed_pieces``."""

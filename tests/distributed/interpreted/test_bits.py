@@ -46,7 +46,7 @@ def test_any_number_of_ranks(name: str) -> None:
             assert unit == 0
             pieces = _sharded(plan, whole, q.device).gathered(args.dropout_p > 0.0, unit)
             assert len(pieces) == len(plan.queries.runs[rank])
-            for some, part, part_lse in local.forward(local.Run(args, "triton", False), rows, k, v, sink, pieces):
+            for some, part, part_lse in local.forward(local.Run(args, "triton", False, {}), rows, k, v, sink, pieces):
                 assert torch.equal(part, plan.shard(want, 1)[:, some])
                 assert torch.equal(part_lse, plan.shard(want_lse, 2)[:, :, some])
 
@@ -58,7 +58,7 @@ def test_without_it_bits_differ() -> None:
     plan = planned(SEQLEN, 3, 1, causal=True, chunk=17)
     rows = plan.shard(q, 1)
     pieces = _sharded(plan, _whole(plan, None, True, None), q.device).gathered(False)
-    run = local.Run(dense_args(rows, rows, rows), "triton", False)
+    run = local.Run(dense_args(rows, rows, rows), "triton", False, {})
     parts = list(local.forward(run, rows, k, v, None, pieces))
     want = plan.shard(warploom.attention(q, k, v, causal=True, backend="triton"), 1)
     assert not all(torch.equal(part, want[:, some]) for some, part, _ in parts)

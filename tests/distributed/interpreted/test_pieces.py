@@ -48,7 +48,7 @@ def test_rows_of_a_rank(name: str) -> None:
         models.append(low_precision(*given, torch.zeros(1, 2, SEQLEN), seen, scale=0.25, keep=keep))
 
     rows = plan.shard(q, 1)
-    run = local.Run(dense_args(rows, rows, rows, **dropout), "triton", True)
+    run = local.Run(dense_args(rows, rows, rows, **dropout), "triton", True, {})
     whole = _whole(plan, band.get("mask"), band.get("causal", False), None)
     pieces = _sharded(plan, whole, torch.device("cpu")).gathered(dropout["dropout_p"] > 0.0)
     pieces = tuple(replace(piece, head=head) for piece in pieces)

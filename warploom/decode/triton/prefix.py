@@ -168,21 +168,21 @@ def share(
             if FP8:
                 k_scales = k_scale_ptr + head.to(tl.int64) * stride_ksh
                 v_scales = v_scale_ptr + head.to(tl.int64) * stride_vsh
-            inside = leader
+            entry = leader
             if PAGES != CONTIGUOUS:
                 table = table_ptr + leader * stride_table
                 if PAGES == ONE_PAGE:
-                    inside = clamp(tl.load(table), 0, pages - 1).to(tl.int64)
+                    entry = clamp(tl.load(table), 0, pages - 1).to(tl.int64)
                 elif PAGES == TILE_IN_PAGE:
                     page = tl.load(table + (begin >> page_shift))
                 else:
                     page = tl.load(table + ((begin + n) >> page_shift))
             if PAGES == CONTIGUOUS or PAGES == ONE_PAGE:
-                k_base += inside * stride_kb * UNIT
-                v_base += inside * stride_vb * UNIT
+                k_base += entry * stride_kb * UNIT
+                v_base += entry * stride_vb * UNIT
                 if FP8:
-                    k_scales += inside * stride_ksb
-                    v_scales += inside * stride_vsb
+                    k_scales += entry * stride_ksb
+                    v_scales += entry * stride_vsb
             for tile in range(begin, end, N):
                 cols = tile + n
                 live = cols < end

@@ -1,0 +1,10 @@
+"""Sharded calls that come again are launched and not planned."""
+
+import subprocess
+import sys
+
+
+def test_calls_of_a_kind_are_planned_twice() -> None:
+    """In a process of its own: a GPU is pretended there."""
+    done = subprocess.run([sys.executable, "-m", "tests.distributed.host_counts"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
