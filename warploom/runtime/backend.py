@@ -24,8 +24,8 @@ class Backend(Protocol):
         """Why this machine cannot run it, or None."""
         return None
 
-    def declines(self) -> str | None:
-        """Why it does not run unasked here, though it could; None: it does."""
+    def declines(self, problem: Any = None) -> str | None:
+        """Why it does not run a problem unasked here, though it could; None: it does. Without a problem: any."""
         return None
 
     @abstractmethod
@@ -81,4 +81,4 @@ class Backend(Protocol):
 
     def refusal(self, problem: Any, by_name: bool = False) -> str | None:
         """Why it does not run the problem, unasked or ``by_name``, or None."""
-        return self.available() or (None if by_name else self.declines()) or self.supports(problem)
+        return self.available() or (None if by_name else self.declines(problem)) or self.supports(problem)

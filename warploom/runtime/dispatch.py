@@ -68,7 +68,7 @@ def choose(problem: Any, backend: str | None = None, family: str = "attention") 
         return forced.name
     refusals: list[tuple[str, str]] = []
     for implementation in _families[family]:
-        unavailable = implementation.available() or implementation.declines()
+        unavailable = implementation.available() or implementation.declines(problem)
         reason = unavailable or implementation.supports(problem)
         if reason is None:
             if problem.device != "cpu":
@@ -109,7 +109,7 @@ def settle(key: Any, name: str, family: str = "attention", by_name: bool = False
         if by_name or implementation.name == name:
             _keep(_settled, key, name)
             return
-        if implementation.device == "cpu" or implementation.available() or implementation.declines():
+        if implementation.device == "cpu" or implementation.available() or implementation.declines(problem):
             continue
         if implementation.wavers(problem):
             return

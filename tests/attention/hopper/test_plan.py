@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,8 +100,6 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
     assert found == {1: 8, 8: 8, 9: 32, 32: 32, 64: 32, 65: 0, 128: 0, 5000: 0}
     assert [pack_gqa(1, group, 128) for group in (1, 2, 16, 17)] == [0, 8, 8, 8]
     assert config_for(problem(seqlen_q=1, heads_q=8)).queries == 8
-    thin = config_for(problem(seqlen_q=16, heads_q=8, heads_kv=2, head_dim=128, head_dim_v=128))
-    assert (thin.queries, thin.heads_per_tile, thin.warpgroups) == (16, 4, 1)
     assert config_for(problem(seqlen_q=1, heads_q=8, layout="varlen")).queries == 128
 
 
@@ -126,6 +125,20 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
 )
 def test_refusals(changes: dict[str, object], words: str) -> None:
     assert words in (hopper.BACKEND.supports(problem(**changes)) or "")
+
+
+def test_pages_that_no_gpu_saw_are_left_to_others_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper.modules, "cannot_build", lambda: None)
+    monkeypatch.setattr(hopper.traced, "cannot_run", lambda: None)
+    known = problem(layout="paged", page_box=16, seqused=True, right=0, dtype=torch.bfloat16, head_dim=128, head_dim_v=128)
+    assert hopper.BACKEND.refusal(known) is None and hopper.BACKEND.refusal(replace(known, left=50)) is None
+    unknown: list[dict[str, Any]] = [
+        {"right": None}, {"softcap": True}, {"sink": True}, {"dtype": torch.float16}, {"head_dim": 136, "head_dim_v": 136},
+    ]  # fmt: skip
+    for changes in unknown:
+        call = replace(known, **changes)
+        assert "by backend='hopper'" in (hopper.BACKEND.refusal(call) or "")
+        assert hopper.BACKEND.refusal(call, by_name=True) is None
 
 
 @pytest.mark.parametrize(

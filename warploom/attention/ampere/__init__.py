@@ -76,7 +76,7 @@ class Ampere(Backend):
     def available(self) -> str | None:
         return _examine()
 
-    def declines(self) -> str | None:
+    def declines(self, problem: Any = None) -> str | None:
         return _others()
 
     def wavers(self, problem: AttentionProblem | None = None) -> bool:

@@ -24,6 +24,7 @@ from warploom.attention.hopper.plan import (
     invariance_refusal,
     is_short,
     pages_refusal,
+    pages_unchecked,
     takes_columns,
     takes_dropout,
     tile_dims,
@@ -128,6 +129,9 @@ class Hopper(Backend):
 
     def available(self) -> str | None:
         return traced.cannot_run()
+
+    def declines(self, problem: AttentionProblem | None = None) -> str | None:
+        return None if problem is None or max(problem.head_dim, problem.head_dim_v) > 256 else pages_unchecked(problem)
 
     def wavers(self, problem: AttentionProblem | None = None) -> bool:
         """Where it builds no modules, another process may."""

@@ -13,7 +13,7 @@ from warploom.attention import philox
 from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, queries_of_head, shape
+from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa, shape
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
@@ -368,7 +368,7 @@ def _function(
     features, long = Features.of_args(args), seqlen_k >= LONG
     usual = variant = config(features, long)
     if few is not None and not (features.columns or features.dropout or features.batch_invariant):
-        each = queries_of_head(features, *few, usual.tile_m)
+        each = pack_gqa(*few, usual.tile_m)
         variant = config(features, long, each, "" if each else shape(few[0], seqlen_k))
     function = _ready.get(variant.spec.name)
     if function is None:

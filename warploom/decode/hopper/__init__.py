@@ -62,7 +62,7 @@ class Hopper(DecodeBackend):
     def available(self) -> str | None:
         return traced.cannot_run()
 
-    def declines(self) -> str | None:
+    def declines(self, problem: Any = None) -> str | None:
         """A choice by batch would give a sequence other bits in another batch, so it is the caller's."""
         return "is for batches of few sequences, and slower than Triton in large or ragged ones; ask for it by backend='hopper'"
 
