@@ -69,28 +69,20 @@ def check_stats(call: Call, backend: str, kind: str | None = None) -> None:
     compare(stats, want, model, call.dtype)
 
 
-def check_largest(seed: int, backend: str, kind: str | None = None, sink: bool = False, **options: Any) -> None:
+def check_largest(seed: int, backend: str, **options: Any) -> None:
     """Max logits alone, which a forward pass may find beside out and lse."""
     sizes = {"seqlen_q": 500, "seqlen_k": 333, **{n: x for n, x in options.items() if n in SIZES}}
     keywords = {n: x for n, x in options.items() if n not in SIZES}
-    call = Call(seed, batch=2, heads_q=4, heads_kv=2, dtype=torch.bfloat16, device="cuda", sink=sink, **sizes)
-    q, k, v, logits = call.tensors()
+    call = Call(seed, batch=2, heads_q=4, heads_kv=2, dtype=torch.bfloat16, device="cuda", **sizes)
+    q, k, v, _ = call.tensors()
     q[0], k[0] = q[0].abs(), -k[0].abs()
-    matrix = None
-    if kind is not None:
-        leaf = leaf_of(kind, (2, 4, call.seqlen_q, call.seqlen_k), seed, torch.float32)
-        keywords["bias"] = KINDS[kind].build(leaf.to(q.device))
-        matrix = matrix_of(kind, leaf, call.seqlen_q, call.seqlen_k).to(q.device)
     seen, scale, softcap = seen_by(q, k, **keywords)
-    want, model = (
-        formulas(q.to(t), k.to(t), seen, scale, softcap, None if matrix is None else matrix.to(t))[0]
-        for t in (torch.float64, torch.float32)
-    )
-    plan = warploom.explain(q, k, v, sink=logits, return_stats=["max_logits"], backend=backend, **keywords)
+    want, model = (formulas(q.to(t), k.to(t), seen, scale, softcap, None)[0] for t in (torch.float64, torch.float32))
+    plan = warploom.explain(q, k, v, return_stats=["max_logits"], backend=backend, **keywords)
     assert plan.stats_implementation == backend
-    out, lse = warploom.attention(q, k, v, sink=logits, return_lse=True, backend=backend, **keywords)
+    out, lse = warploom.attention(q, k, v, return_lse=True, backend=backend, **keywords)
     *same, stats = warploom.attention(
-        q, k, v, sink=logits, return_lse=True, return_stats=["max_logits"], backend=backend, **keywords
+        q, k, v, return_lse=True, return_stats=["max_logits"], backend=backend, **keywords
     )
     assert torch.equal(same[0], out) and torch.equal(same[1], lse) and stats.column_sums is None
     verdict = judge("max_logits", stats.max_logits, want, model, call.dtype)

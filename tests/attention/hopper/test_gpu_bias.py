@@ -121,10 +121,10 @@ def test_tables(kind: str, head_dim: int, band: str) -> None:
     check_frozen(call, kind, "hopper")
 
 
-@pytest.mark.parametrize("options", [{"dtype": torch.float16}, {"head_dim": 96}, {"head_dim": 40}, {"sink": True}], ids=str)
-def test_tables_of_other_calls(options: dict[str, Any]) -> None:
-    call = {"head_dim": 64, "dtype": torch.bfloat16, **options}
-    check(Call(seed(), 2, 200, 300, 4, 2, device="cuda", keywords={"causal": True}, **call), "t5", "hopper", torch.float32)
+@pytest.mark.parametrize("head_dim", [40, 104])
+def test_tables_of_other_head_dims(head_dim: int) -> None:
+    call = Call(seed(), 2, 200, 300, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda", keywords={"causal": True})
+    check(call, "t5", "hopper", torch.float32)
 
 
 def test_tables_of_packed_calls() -> None:
@@ -155,13 +155,7 @@ def test_minus_infinity_in_a_table_hides() -> None:
         torch.testing.assert_close(lse.double(), want[1], rtol=1e-3, atol=1e-3)
 
 
-LARGEST: list[dict[str, Any]] = [
-    {}, {"causal": True}, {"window": (170, 0)}, {"window": (170, 90)}, {"causal": True, "kind": "alibi"}, {"kind": "t5"},
-    {"causal": True, "sink": True}, {"seqlen_q": 300, "seqlen_k": 5000},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("options", LARGEST, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"seqlen_q": 300, "seqlen_k": 5000}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_largest_logits(head_dim: int, options: dict[str, Any]) -> None:
     """Beside out and lse, whose bits stay; of queries that see nothing, and of logits below 0."""

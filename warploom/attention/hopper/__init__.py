@@ -6,7 +6,6 @@ the next implementation that takes it, with the out and lse of this one.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
 from warploom.attention.hopper.plan import (
     LONG,
     MANY,
+    WITH_BIAS,
     backward_config,
     backward_config_for,
     bias_backward_refusal,
@@ -32,6 +32,7 @@ from warploom.attention.hopper.plan import (
     takes_columns,
     takes_dropout,
     tile_dims,
+    with_largest,
     workspace,
 )
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
@@ -86,8 +87,10 @@ def _module_refusal(length: bool, backward: bool, *fields: Any) -> str | None:
 @traced.constant
 def _largest_refusal(long: bool, *fields: Any) -> str | None:
     """As ``_module_refusal``, of the module that finds the largest logits too."""
-    variant = replace(config(Features(*fields), long), largest=True)
-    return _found.refusal(("largest", long, *fields), lambda: [variant.spec])
+    variant = config(Features(*fields), long)
+    if (variant.head_dim, variant.head_dim_v) not in WITH_BIAS:
+        return "finds largest logits at head dims to 64 and from 104 to 128 alone"
+    return _found.refusal(("largest", long, *fields), lambda: [with_largest(variant).spec])
 
 
 _found = traced.Found()

@@ -93,6 +93,12 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 @cache
+def with_largest(variant: ForwardConfig) -> ForwardConfig:
+    """The variant that finds the largest logits too; kept, as its name and module are found once."""
+    return replace(variant, largest=True)
+
+
+@cache
 def config(features: Features, long: bool, each: int = 0, shape: str = "") -> ForwardConfig:
     """The variant of a call's features; ``long`` as LONG has it, ``each`` what ``pack_gqa``, ``shape`` what ``shape`` says.
 
@@ -230,12 +236,14 @@ def invariance_refusal(problem: AttentionProblem) -> str | None:
 
 def largest_refusal(features: Features, few: bool) -> str | None:
     """Why the forward does not find a call's largest logits, or None; ``few``: fewer than MANY queries of grouped heads."""
-    if features.columns:
-        return "finds no largest logits under a column mask"
-    if features.dropout or features.softcap:  # whose tanh is no closer than P needs
-        return "finds no largest logits beside dropout or a softcap"
-    if few and not features.varlen:
-        return f"finds no largest logits of fewer than {MANY} queries of heads that share their keys"
+    if features.columns or features.left:
+        return "finds no largest logits under a column mask or a window"
+    if features.dropout or features.softcap or features.sink or features.bias:  # a softcap's tanh is no closer than P needs
+        return "finds no largest logits beside dropout, a softcap, a sink or a bias"
+    if features.varlen or features.batch_invariant or few:
+        return f"finds no largest logits of packed or batch-invariant calls, or of fewer than {MANY} queries of grouped heads"
+    if features.dtype != torch.bfloat16:  # compiled, not run on a GPU yet; nor were other head dims than those of WITH_BIAS
+        return "finds largest logits of calls in bfloat16 alone"
     return None
 
 
@@ -247,10 +255,13 @@ def bias_refusal(problem: AttentionProblem) -> str | None:
         return "takes no bias under a column mask"
     if max(problem.head_dim, problem.head_dim_v) > 128:
         return "takes no bias past head_dim 128"
-    if problem.bias == "distance" and (problem.softcap or problem.dropout):
-        return "takes no table of distances beside a softcap or dropout"
-    if problem.dtype != torch.bfloat16 and problem.bias == "alibi":  # compiled without a spill, not run on a GPU yet
-        return "takes ALiBi of calls in bfloat16 alone"
+    if problem.bias == "distance":
+        if problem.softcap or problem.dropout:
+            return "takes no table of distances beside a softcap or dropout"
+        if problem.sink or problem.seqused or tile_dims(problem.head_dim, problem.head_dim_v) not in WITH_BIAS:  # as below
+            return "takes no table of distances beside a sink, with seqused_k, or at head dims from 72 to 96"
+    if problem.dtype != torch.bfloat16:  # compiled without a spill, not run on a GPU yet
+        return "takes a bias of calls in bfloat16 alone"
     if problem.softcap and problem.dropout:
         return "takes no bias beside both a softcap and dropout"
     return None
@@ -259,7 +270,11 @@ def bias_refusal(problem: AttentionProblem) -> str | None:
 def bias_backward_refusal(features: Features) -> str | None:
     """Why the backward does not take a call's bias, which the forward takes, or None."""
     if features.bias == "distance":
-        return "adds to the gradient of a table in any order" if features.deterministic and features.bias_grad else None
+        if features.deterministic:
+            return "adds to the gradient of a table in any order"
+        if not features.bias_grad or features.dlse:  # compiled, not compared with anything on a GPU yet
+            return "takes a table of distances that asks for a gradient, and no gradient through lse"
+        return None
     if features.bias_grad:
         return "computes no gradient of slopes"
     if max(backward_dims(features)) == 128:  # registers spill

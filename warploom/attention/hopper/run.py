@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import documents
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa, shape
+from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa, shape, with_largest
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs
 from warploom.kernels.distances import head_length
@@ -403,7 +402,7 @@ def _function(
         each = 0 if largest or features.bias == "distance" else pack_gqa(*few, usual.tile_m)
         variant = config(features, long, each, "" if each else shape(few[0], seqlen_k))
     if largest:
-        usual, variant = (replace(tiles, largest=True) for tiles in (usual, variant))
+        usual, variant = with_largest(usual), with_largest(variant)
     function = _ready.get(variant.spec.name)
     if function is None:
         if variant != usual and not modules.at_hand(variant.spec):
