@@ -92,7 +92,7 @@ class Consumers(BiasedScores, DistanceScores):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
-        rows = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, bias, scales)
+        warpgroup_rows = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, bias, scales)
         if group == self.warpgroups - 1:
             self.pass_ping_pong(group)  # the first one begins
 
@@ -113,7 +113,7 @@ class Consumers(BiasedScores, DistanceScores):
                 present = top < seqlen_q
             places = [self.place(m_block, head, local + 8 * r, members, seqlen_q) for r in range(2)]
             q_slot, q_phase = self.q_place(group, q_turn)
-            work = self.with_queries(rows, q_slot)
+            work = self.with_queries(warpgroup_rows, q_slot)
             self.start(work, head, batch, places)
             self.find_scales(work, head, batch, top, q_start, k_start)
             if const_expr(self.biased):
