@@ -43,6 +43,11 @@ def _delta(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(call.v), call.v.new_zeros(shape, dtype=call.accumulator)
 
 
+def _delta_backward(call: DeltaCall, dout: Tensor, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
+    """As ``_delta``, of gradients."""
+    return call.q, call.k, call.v, call.beta, call.decay, call.state
+
+
 def _delta_model(call: DeltaCall, dout: Tensor, dstate: Tensor | None, *, exact: bool) -> delta_model.Results:
     """As ``_delta``, of its model."""
     return delta_model.Results(*_delta(call, True), call.q, call.k, call.v, call.beta, call.decay, call.state)
@@ -70,6 +75,7 @@ def loaded(expression: str = "", *paths: str) -> list[ModuleSpec]:
         for target, name, value in (
             (reference.BACKEND, "forward", _forward),
             (delta_reference.BACKEND, "forward", _delta),
+            (delta_reference.BACKEND, "backward", _delta_backward),
             (delta_model, "results", _delta_model),
             (harness, "check", harness.results),
             (packed.Packed, "check", packed.Packed.results),

@@ -17,7 +17,7 @@ from warploom.commands import bench
 
 QUICK = ["bench", "--device", "cpu", "--quick", "--repeats", "2"]
 EVERY = ["--suite", "forward", "--suite", "backward", "--suite", "masks", "--suite", "decode", "--suite", "linear"]
-EVERY += ["--suite", "fp8", "--suite", "training", "--suite", "serving"]
+EVERY += ["--suite", "fp8", "--suite", "training", "--suite", "serving", "--suite", "bias"]
 
 
 def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -34,6 +34,7 @@ def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     wanted |= {("linear", f"{each}, decay a {kind}") for each in ("forward", "backward") for kind in ("head", "token")}
     wanted |= {("decode", f"graph{each}") for each in ("", ", FP8 cache", ", latent", ", prefill over pages")}
     wanted |= {("serving", "step"), ("fp8", "forward"), ("fp8", "quantising"), ("training", "step")}
+    wanted |= {("bias", each) for each in ("forward", "forward and backward", "forward, stats", "encoder step")}
     assert measures == wanted
     for row in run["rows"]:
         assert row["contenders"]["warploom"]["ms"] > 0, row
@@ -69,7 +70,7 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
     assert run["rows"] == [] and "tree, B1 S256 H2 D16" in run["left_out"]
-    assert len(run["left_out"]) == 2 + 3 + 14 + 5 + 5 + 2 + 1 + 1
+    assert len(run["left_out"]) == 2 + 3 + 14 + 5 + 5 + 2 + 1 + 1 + 8
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(

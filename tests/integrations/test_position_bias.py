@@ -91,3 +91,22 @@ def test_packed_documents_by_column_bounds():
     bounds = cu_seqlens_bounds(torch.tensor([0, 7, 19], dtype=torch.int32), 19)
     packed = torch.cat([ids[:1, :7], ids[1:]], 1)
     close(ours(input_ids=packed, attention_mask=bounds).last_hidden_state, want)
+
+
+def test_kernels_read_contiguous_rows(monkeypatch):
+    """T5's heads lie next to each other: one head's rows would be read out of all heads'."""
+    import transformers as t
+
+    import warploom
+
+    register()
+    strides, attention = [], warploom.attention
+
+    def spy(*args, **options):
+        strides.append(options["bias"].stride(-1))
+        return attention(*args, **options)
+
+    monkeypatch.setattr(warploom, "attention", spy)
+    model = t.T5EncoderModel._from_config(t.T5Config(**T5), attn_implementation="warploom")
+    model(input_ids=torch.randint(1, 50, (1, 12)))
+    assert strides == [1, 1]

@@ -65,14 +65,17 @@ def test_dims(dims: tuple[int, int], cuts: bool, dtype: torch.dtype, monkeypatch
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("kind", ["", "grouped", "as loaded"])
+@pytest.mark.parametrize("decay", ["head", "token", "token that forgets"])
 @pytest.mark.parametrize("dims", [(24, 40), (64, 64), (64, 128), (128, 128), (256, 256)], ids=str)
-def test_decay(dims: tuple[int, int], kind: str, cuts: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every configuration that fades, the same bits twice."""
+def test_decay(
+    dims: tuple[int, int], decay: str, kind: str, cuts: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every configuration that fades, the same bits twice; in bf16 tokens that forget make chunks too steep for rows."""
     cut(monkeypatch, cuts)
     options: dict[str, Any] = {"heads": 4, "heads_kv": 2 if kind == "grouped" else 4, "e": dims[0], "m": dims[1]}
     if kind == "as loaded":
         options |= {"map_q": "identity", "map_k": "identity", "normalize": False}
-    case = Case(seed(), rows=333, decay="token that forgets", state=True, dtype=dtype, device="cuda", **options)
+    case = Case(seed(), rows=333, decay=decay, state=True, dtype=dtype, device="cuda", **options)
     check(case)
     call, *upstream = case.call()
     first, second = computed(call, *upstream), computed(call, *upstream)

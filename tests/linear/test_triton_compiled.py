@@ -119,9 +119,10 @@ def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
     """Every kernel of a decay with a gradient, once: as few heads as have states in launches of their own."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = {
-        launch[0].__name__: launch for launch in launches(64, "elu+1", True, 2, torch.zeros(1, 4096, 2, requires_grad=True))
+        launch[0].__name__: launch for launch in launches(64, "identity", False, 2, torch.zeros(1, 4096, 2, requires_grad=True))
     }
-    assert found.pop("scan_kernel") and set(found) == {"forward_kernel", "state_kernel", "dq_kernel", "dkdv_kernel"}
+    assert found.pop("scan_kernel") and found.pop("sums_kernel") and found.pop("log_gradients_kernel")
+    assert set(found) == {"forward_kernel", "state_kernel", "dq_kernel", "dkdv_kernel"}
     for name, launch in found.items():
         binary = compiled(*launch)
         assert binary.metadata.shared <= SHARED_LIMIT, name
@@ -133,6 +134,11 @@ def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_gradients_of_a_decay_meet_in_equal_chunks(width: int, capability: int, dtype: torch.dtype) -> None:
-    """dQ's kernel leaves the states before its chunks to dK's."""
-    c = config(dtype, width, width, capability, True, True, True)
-    assert c.dq.chunk == (c.dkdv or c.dk).chunk and not c.lookback
+    """dQ's kernel leaves the states before its chunks to dK's. Sums of logs are all kernels'."""
+    for by_rows in (False, True):
+        kinds = [(True, True, True, logs_grad, by_rows) for logs_grad in (True, False)]
+        c, without = (config(dtype, width, width, capability, *kind) for kind in kinds)
+        assert c.forward == without.forward and c.by_rows == without.by_rows
+        assert c.dq.chunk == (c.dkdv or c.dk).chunk
+        assert not c.by_rows or {t.chunk for t in (c.forward, c.state, c.dv)} == {c.dq.chunk}
+        assert c.by_rows == (by_rows and dtype == torch.bfloat16 and capability == 90)

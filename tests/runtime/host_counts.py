@@ -32,8 +32,8 @@ MOST_CALLS = {
     "delta, packed": 72,  # (369)
     "delta, recorded": 82,  # (391)
     "delta, both passes": 192,  # (936)
-    "delta on Hopper": 106,
-    "delta on Hopper, packed": 126,
+    "delta on Hopper": 54,  # (106)
+    "delta on Hopper, packed": 64,  # (126)
     "delta on Hopper, both passes": 208,
     "delta step": 67,  # (270)
     "delta step in place": 68,  # (268)
@@ -56,7 +56,7 @@ LAUNCHED = {
     "delta": ["prepare_kernel", "walk_kernel"],
     "delta, both passes": ["prepare_kernel", "walk_kernel", "prepare_kernel", "walk_kernel", *BACKWARD],
     "delta on Hopper": ["delta_prepare", "delta_walk"],
-    "delta on Hopper, both passes": ["delta_prepare", "delta_walk", "prepare_kernel", "walk_kernel", *BACKWARD],
+    "delta on Hopper, both passes": [f"delta_{n}" for n in ("prepare", "walk", "prepare", "keep", "back", "gradients")],
     "delta step": ["step_kernel"],
     "linear": ["forward_kernel"],
     "linear, both passes": ["forward_kernel", "dq_kernel", "dkdv_kernel"],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import geometric_mean as mean
 from typing import Any
 
-from warploom.bench import decode_bars, mask_bars
+from warploom.bench import bias_bars, decode_bars, mask_bars
 from warploom.bench.mask_bars import Bar, Row
 
 
@@ -202,6 +202,7 @@ BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     ("dense", "forward"): _dense(_hopper_forward),
     ("dense", "backward"): _dense(_hopper_backward),
     **decode_bars.BARS,
+    **bias_bars.BARS,
     ("linear", "forward"): _linear_forward,
     ("linear", "forward, normalized"): _linear_normalized,
     ("linear", "backward"): _linear(1.7),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-SUITES = ("forward", "backward", "masks", "decode", "serving", "linear", "fp8", "training", "distributed")
+SUITES = ("forward", "backward", "masks", "decode", "serving", "linear", "fp8", "bias", "training", "distributed")
 MOST = 25  # rounds of one comparison
 
 

@@ -63,6 +63,20 @@ def flex(block_mask: Any, options: dict[str, Any] | None = None) -> Attention:
     return attend
 
 
+def flex_biased() -> Masked:
+    """FlexAttention with a tensor (1, heads, seqlen, seqlen) added to the scores, which its score_mod reads."""
+    compiled = _compiled_flex()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Any) -> Tensor:
+        def add(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return score + bias[0, h, i, j]
+
+        out: Tensor = compiled(*heads_first(q, k, v), score_mod=add).transpose(1, 2)
+        return out
+
+    return attend
+
+
 @cache
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention

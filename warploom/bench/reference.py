@@ -131,3 +131,43 @@ def distance(name: str, got: Tensor, want: Tensor, furthest: float) -> float:
     if not distance <= furthest:
         raise WrongResult(f"{name} is {distance:.2g} of its norm away from fp32 arithmetic, more than {furthest:g}")
     return distance
+
+
+def biased_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    leaf: Tensor,
+    matrix: Callable[[Tensor, Tensor], Tensor],
+    causal: bool,
+) -> tuple[Tensor, ...]:
+    """Of the last head, in fp32: out, and with ``dout`` the gradients of q, k and v of the last batch entry, and of the leaf.
+
+    Args:
+        leaf: what the head's bias is made of, which all batch entries share.
+        matrix: of the leaf and some rows the bias of their elements, or what broadcasts to it.
+    """
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        leaf, total = leaf.detach().float(), torch.zeros_like(leaf, dtype=torch.float32)
+        for batch in range(0 if dout is not None else len(q) - 1, len(q)):
+            leaves = [t.detach()[batch, :, -1].float().requires_grad_() for t in (q, k, v)]
+            parts = []
+            for at in range(0, q.shape[1], CHUNK):
+                rows = torch.arange(at, min(at + CHUNK, q.shape[1]), device=q.device)
+                own = leaf.clone().requires_grad_()
+                scores = leaves[0][rows] @ leaves[1].T * q.shape[-1] ** -0.5 + matrix(own, rows)
+                if causal:
+                    hidden = rows[:, None] + (k.shape[1] - q.shape[1]) < torch.arange(k.shape[1], device=q.device)
+                    scores = scores.masked_fill(hidden, float("-inf"))
+                out = scores.softmax(-1) @ leaves[2]
+                parts.append(out.detach())
+                if dout is not None:
+                    out.backward(dout[batch, rows, -1].float())
+                    total += 0.0 if own.grad is None else own.grad
+        out = torch.cat(parts)
+        return (out,) if dout is None else (out, *(t.grad for t in leaves if t.grad is not None), total)
+    finally:
+        torch.set_float32_matmul_precision(precision)

@@ -29,6 +29,7 @@ SUITES = {
     "serving": "Serving loop",
     "linear": "Linear attention",
     "fp8": "FP8 attention",
+    "bias": "Biases",
     "training": "Training step",
 }
 PASSES = ("forward", "backward")
@@ -42,6 +43,8 @@ MEASURES = {
     ("decode", "graph, latent"): "Latent caches, replayed from a graph",
     ("decode", "graph, prefill over pages"): "Chunks of prompts over pages, replayed from a graph",
     ("serving", "step"): "A step of all layers",
+    ("bias", "forward, stats"): "Forward, with stats",
+    ("bias", "encoder step"): "A step of an encoder",
     ("linear", "graph"): "A step, replayed from a graph",
     ("linear", "host, decay"): "Host time of a call, decay",
     ("linear", "graph, delta rule"): "A step of the delta rule, replayed from a graph",

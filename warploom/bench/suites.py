@@ -10,6 +10,7 @@ import torch
 
 import warploom
 from warploom.bench import peers
+from warploom.bench.bias import bias_cases
 from warploom.bench.calls import Shape, backward, comparisons, forward, torch_sdpa
 from warploom.bench.choice import Choice
 from warploom.bench.decay import decay_cases
@@ -56,6 +57,8 @@ def cases(suites: list[str], device: torch.device, quick: bool, choice: Choice |
         found += [*linear_cases(quick), *decay_cases(quick), *delta_cases(quick)]
     if "fp8" in suites:
         found += fp8_cases(quick)
+    if "bias" in suites:
+        found += bias_cases(quick)
     if "training" in suites:
         found += training_cases(quick, choice or Choice())
     return found

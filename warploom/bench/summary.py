@@ -85,6 +85,13 @@ FAMILIES = (
         )
         for kind in ("decay a head", "decay a token")
     ),
+    Family(
+        "A matrix as bias, both passes",
+        "bias",
+        None,
+        {"torch's efficient kernel": ("efficient",), "torch's FlexAttention": ("FlexAttention",)},
+        ("forward and backward", None),
+    ),
     Family("FP8", "fp8", None, {"cuDNN's FP8": ("cuDNN, FP8",), "torch's cuDNN, bf16": ("cuDNN",)}, ("forward", None)),
     Family(
         "Gated delta rule",

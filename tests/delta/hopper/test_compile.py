@@ -8,15 +8,19 @@ from collections.abc import Iterator
 import pytest
 
 from tests.compiled import Built, machine_code
-from warploom.delta.hopper.config import PrepareConfig, WalkConfig
-from warploom.delta.hopper.plan import named_set
+from warploom.delta.hopper.config import BackConfig, GradientConfig, KeepConfig, PrepareConfig, WalkConfig
+from warploom.delta.hopper.plan import backs, gradients, modules_of
 from warploom.runtime import modules
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
 # The wider tile of keys, which takes the most registers, and one of the narrower.
-CORE = {config.name: config for config in named_set() if config.width == 128 or config.name.endswith("w1s3")}
+CORE = {config.name: config for config in modules_of("bfloat16", 128)}
+CORE |= {config.name: config for config in [WalkConfig("bfloat16", 64, 1), *backs("bfloat16", 128), gradients("bfloat16", 128)]}
+CORE |= {config.name: config for config in [KeepConfig("bfloat16", 128), KeepConfig("bfloat16", 128, 2, True)]}
 WALKS = [name for name, config in CORE.items() if isinstance(config, WalkConfig)]
+BACKS = [name for name, config in CORE.items() if isinstance(config, KeepConfig | BackConfig)]
+GRADIENTS = [name for name, config in CORE.items() if isinstance(config, GradientConfig)]
 PREPARES = [name for name, config in CORE.items() if isinstance(config, PrepareConfig)]
 
 
@@ -47,3 +51,24 @@ def test_prepare(name: str, built: Built) -> None:
     listing = machine_code(cubin)
     assert listing.count("HGMMA") == 2 * config.width // 16
     assert len(re.findall(r"\bHMMA", listing)) == 17 * 2 * 3, "products of blocks, of two halves each, in three parts"
+
+
+@pytest.mark.parametrize("name", BACKS)
+def test_walks_of_a_backward_pass(name: str, built: Built) -> None:
+    config, facts, cubin = built[name]
+    assert facts["stack"] == 0, "registers spill"
+    listing = machine_code(cubin)
+    assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
+    keys = config.width // 16  # steps of a product that sums over keys' dims
+    wanted = keys + 4 * 4 if isinstance(config, BackConfig) else 4 if config.again else keys + 2 * 4
+    assert listing.count("HGMMA") == wanted
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name: str, built: Built) -> None:
+    _, facts, cubin = built[name]
+    assert facts["stack"] == 0, "registers spill"
+    listing = machine_code(cubin)
+    assert "UTMALDG" in listing and "UTMASTG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
+    # Of queries and of keys that read three products each, of keys that write three.
+    assert listing.count("HGMMA") == 9 * 4

@@ -13,8 +13,15 @@ import torch
 from tests.sources import imported
 from warploom.commands.build import named_set as every_module
 from warploom.delta import hopper, registry  # noqa: F401  (registry fills the dispatch list)
-from warploom.delta.hopper.config import PREPARE_SOURCES, WALK_SOURCES, PrepareConfig, WalkConfig
-from warploom.delta.hopper.plan import LONGEST, modules_of, named_set, prepare, walk
+from warploom.delta.hopper.config import (
+    BACK_SOURCES,
+    GRADIENT_SOURCES,
+    PREPARE_SOURCES,
+    WALK_SOURCES,
+    PrepareConfig,
+    WalkConfig,
+)
+from warploom.delta.hopper.plan import LONGEST, back, back_modules_of, gradients, keep, modules_of, named_set, prepare, walk
 from warploom.delta.problem import DeltaCall, StepArgs
 from warploom.runtime import dispatch, module_spec, modules, traced
 
@@ -67,7 +74,7 @@ def test_a_cpu_tensor_is_refused() -> None:
 
 
 def test_what_it_refuses_goes_on_quietly(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To Triton, and so do gradients and steps."""
+    """To Triton, and so do steps, and gradients where a module of theirs is missing."""
     from warploom.delta import triton
 
     monkeypatch.setattr(triton.BACKEND, "available", lambda: None)
@@ -81,6 +88,7 @@ def test_what_it_refuses_goes_on_quietly(machine: None, monkeypatch: pytest.Monk
             assert dispatch.choose(call(dtype=torch.float16), None, "delta") == "triton"
     finally:
         dispatch.strict(False)
+    monkeypatch.setattr(hopper, "_back_refusal", lambda dtype, width: "not built")
     found: Any = hopper.BACKEND.backward(call(), torch.empty(0), None)
     assert found == "gradients"
     one = call(tokens=1)
@@ -134,7 +142,7 @@ def test_how_many_warpgroups() -> None:
 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
-    assert len(set(names)) == len(names) == 6
+    assert len(set(names)) == len(names) == 22
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}
     for variant in named_set():
@@ -144,13 +152,16 @@ def test_names_and_the_named_set() -> None:
 
 def test_named_set_has_every_variant_of_a_call() -> None:
     for e in (8, 64, 72, 128):
-        assert set(modules_of("bfloat16", e)) <= set(named_set())
+        assert {*modules_of("bfloat16", e), *back_modules_of("bfloat16", e)} <= set(named_set())
         assert prepare("bfloat16", e) in modules_of("bfloat16", e)
         for m, heads in ((64, 1), (128, 1), (256, 500)):
             assert walk("bfloat16", e, m, heads, 132) in modules_of("bfloat16", e)
+            columns = "bfloat16", e, m, heads, 132
+            walks = keep(*columns), keep(*columns, True), back(*columns)
+            assert {*walks, gradients("bfloat16", e)} <= set(back_modules_of("bfloat16", e))
 
 
 def test_sources_are_what_kernels_import() -> None:
     """Else an edit of a file that is not listed would leave modules of the older one in use."""
-    assert imported("delta/hopper/build.py") == {*PREPARE_SOURCES, *WALK_SOURCES}
+    assert imported("delta/hopper/build.py") == {*PREPARE_SOURCES, *WALK_SOURCES, *BACK_SOURCES, *GRADIENT_SOURCES}
     assert isinstance(prepare("bfloat16", 128), PrepareConfig)

@@ -17,7 +17,23 @@ from tests.delta.cases import Case
 from tests.plain import parameters
 from warploom.delta import hopper, reference
 from warploom.delta.hopper import run
-from warploom.delta.hopper.config import BETA, BOX, BOX_ROWS, CHUNK, ITEM, MATRIX, NUMBERS, QUERIES, READS, WHOLE, WRITES
+from warploom.delta.hopper.config import (
+    BACK_ITEM,
+    BETA,
+    BOX,
+    BOX_ROWS,
+    CHUNK,
+    COARSE,
+    FINE,
+    ITEM,
+    MATRIX,
+    OF_K,
+    OF_Q,
+    QUERIES,
+    READS,
+    WHOLE,
+    WRITES,
+)
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 
@@ -60,7 +76,7 @@ def prepare(
 ) -> None:  # fmt: skip
     for t in (q, k):
         readable(t)
-    assert prepared.shape[1] == ITEM and prepared.is_contiguous() and beta.dtype == decay.dtype == torch.float32
+    assert prepared.shape[1] in (ITEM, BACK_ITEM) and prepared.is_contiguous() and beta.dtype == decay.dtype == torch.float32
     assert lengths.is_contiguous() and cu.is_contiguous() and lengths.dtype == cu.dtype == torch.int32
     heads_v, group = beta.shape[2], beta.shape[2] // q.shape[2]
     for batch, start, _, live, slot in spans(q.shape[1], q.shape[0], lengths, cu):
@@ -87,8 +103,10 @@ def prepare(
                 words[: 2 * MATRIX], words[2 * MATRIX :] = stored(inverse.to(q.dtype)), stored((a @ b.T * pairs).to(q.dtype))
                 since, until = total.exp(), (total[-1] - total).exp()
                 lines = {READS: since * of_k, QUERIES: since * of_q * scale, BETA: w, WRITES: until * of_k, WHOLE: since[-1]}
+                if prepared.shape[1] == BACK_ITEM:
+                    lines |= {COARSE: total, FINE: 0.0 * total, OF_K: of_k, OF_Q: of_q * scale}
                 for row, values in lines.items():
-                    item[2 * MATRIX :].view(NUMBERS // CHUNK, CHUNK)[row] = values
+                    item[2 * MATRIX :].view(-1, CHUNK)[row] = values
 
 
 def walk(
@@ -131,7 +149,7 @@ def load(spec: ModuleSpec) -> Callable[..., None]:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "fetch", load)
-    monkeypatch.setattr(run, "_processors", lambda index: 132)
+    monkeypatch.setattr(run, "processors", lambda index: 132)
 
 
 def drawn(**options: Any) -> Case:

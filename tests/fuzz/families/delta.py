@@ -319,11 +319,12 @@ def refusal(p: DeltaProblem, given: dict[str, Any], backend: str) -> str | None:
 
 def modules(p: DeltaProblem, backend: str) -> list[Any]:
     """Specs of the compiled modules that the backend needs for a problem that it takes."""
-    from warploom.delta.hopper.plan import modules_of
+    from warploom.delta.hopper.plan import back_modules_of, modules_of
 
     if backend != "hopper" or p.e > 128:
         return []
-    return [variant.spec for variant in modules_of("bfloat16", p.e)]
+    back = back_modules_of("bfloat16", p.e) if _recorded(p) else ()
+    return [variant.spec for variant in (*modules_of("bfloat16", p.e), *back)]
 
 
 def shrink(p: DeltaProblem) -> Iterator[DeltaProblem]:

@@ -19,6 +19,7 @@ CORE = {
     "256, fp32": config(256, wide=True),
     "256, weights and bias": config(256, reverse=True, weighted=True, biased=True),
     "192, weights": config(192, reverse=True, weighted=True),
+    "256, a decay": config(256, reverse=True, fading=True),
 }
 
 
@@ -43,5 +44,6 @@ def test_machine_code(name: str, built: Built) -> None:
     assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     slices, tokens = variant.head_dim // 16, variant.chunk // 16
     assert listing.count("HGMMA") == 2 * slices + 2 * tokens
-    # Scores; each part of the state but the first; out; the state. More would mean that ptxas serialised wgmma.
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == slices // 4 + 2
+    # Scores; each part of the state but the first; out; the state; what fades waits for the last part. More would mean that
+    # ptxas serialised wgmma.
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", listing)) == slices // 4 + 2 + variant.fading

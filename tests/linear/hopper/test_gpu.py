@@ -46,6 +46,7 @@ def computed(call: LinearCall, dout: Tensor) -> dict[str, Tensor]:
 
 def check(of: Case) -> None:
     call, dout, *_ = of.call()
+    call = replace(call, decay_grad=False)
     truth, model = (results(call, dout, None, None, exact=exact) for exact in (True, False))
     for name, t in computed(call, dout).items():
         verdict = judge(name, t, getattr(truth, name), getattr(model, name), of.dtype)
@@ -58,6 +59,22 @@ def check(of: Case) -> None:
 def test_dims(rows: int, dims: tuple[int, int], kind: str) -> None:
     """Odd lengths, one of which ends a row into a chunk; head dims that fill no tile; a mean that makes sums grow."""
     check(case(kind, rows=rows, batch=2, heads=3, e=dims[0], m=dims[1], mean=0.5))
+
+
+@pytest.mark.parametrize("decay", ["head", "token", "token that forgets"])
+@pytest.mark.parametrize("dims", [(256, 256), (192, 192), (136, 200), (248, 72)], ids=str)
+@pytest.mark.parametrize("rows", [1, 64, 333, 1025])
+def test_a_decay(rows: int, dims: tuple[int, int], decay: str) -> None:
+    """The same bits twice."""
+    of = case("plain", rows=rows, batch=2, heads=3, e=dims[0], m=dims[1], decay=decay)
+    check(of)
+    call, dout, *_ = of.call()
+    first = computed(call, dout)
+    assert all(torch.equal(t, first[name]) for name, t in computed(call, dout).items()), of
+
+
+def test_a_decay_over_many_waves() -> None:
+    check(case("plain", rows=321, batch=5, heads=21, decay="token"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -50,7 +50,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bidirectional": ({"causal": False}, "is causal only"),
     "a map alone": ({"map_q": "elu+1"}, r"takes maps with a denominator only \(normalize=True\), not 'elu\+1' and 'identity'"),
     "a state": ({"s": torch.zeros(1), "z": torch.zeros(1)}, "takes no initial state"),
-    "a decay": ({"decay": torch.zeros(8)}, "takes no decay"),
+    "a decay under a denominator": (
+        {"decay": torch.zeros(8), "normalize": True},
+        r"takes a decay without a denominator only \(normalize=False\)",
+    ),
+    "a decay with a gradient": ({"decay": torch.zeros(8), "decay_grad": True}, "takes no decay that asks for a gradient"),
     "lengths": ({"lengths": torch.zeros(4, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
     "packed": ({"cu_seqlens": torch.zeros(2, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
     "more keys": ({"q": (4, 15, 8, 256)}, "takes as many keys as queries, not 16 and 15"),
@@ -71,7 +75,10 @@ def test_what_it_refuses_in_words(name: str, machine: None) -> None:
         dispatch.choose(call(**changes), "hopper", "linear")
 
 
-@pytest.mark.parametrize("changes", [{}, {"normalize": True}, {"normalize": True, "map_q": "elu+1", "map_k": "relu"}], ids=str)
+TAKEN: list[dict[str, Any]] = [{}, {"normalize": True}, {"normalize": True, "map_q": "elu+1", "map_k": "relu"}]
+
+
+@pytest.mark.parametrize("changes", [*TAKEN, {"decay": torch.zeros(20)}], ids=["plain", "normalized", "mapped", "decay"])
 @pytest.mark.parametrize("dims", [(256, 256), (136, 136), (64, 200), (256, 128)])
 def test_what_it_takes(dims: tuple[int, int], changes: dict[str, Any], machine: None) -> None:
     e, m = dims
@@ -150,8 +157,8 @@ def test_names_and_the_named_set() -> None:
 
 def test_named_set_has_every_variant_of_a_call() -> None:
     for dims in ((136, 64), (192, 192), (200, 64), (64, 256)):
-        for normalize in (False, True):
-            assert set(configs(width(*dims), normalize)) <= set(named_set())
+        for kind in ((False, False), (True, False), (False, True)):
+            assert set(configs(width(*dims), *kind)) <= set(named_set())
 
 
 def test_sources_are_what_walks_import() -> None:

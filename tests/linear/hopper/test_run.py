@@ -6,6 +6,7 @@ The passes over rows around it are in Python too; `tests/linear/interpreted/test
 from __future__ import annotations
 
 import inspect
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +43,7 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         assert a.shape[3] <= variant["head_dim"] and c.shape[3] <= variant["head_dim_v"]
         assert (out.dtype == torch.float32) == variant["wide"]
         scores = torch.einsum("bihe,bjhe->bhij", a.double(), b.double())
-        for vector, present in ((weights, variant["weighted"]), (bias, variant["biased"])):
+        for vector, present in ((weights, variant["weighted"] or variant["fading"]), (bias, variant["biased"])):
             assert (vector is not None) == present
             if vector is not None:
                 assert vector.is_contiguous() and vector.dtype == torch.float32 and vector.shape == scores.shape[:3]
@@ -50,7 +51,15 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
             assert variant["reverse"] and variant["weighted"]
             scores = scores - bias[:, :, None]
         scores = scores.triu() if variant["reverse"] else scores.tril()
-        if weights is not None:
+        if variant["fading"]:
+            assert weights is not None
+            # Sums within chunks, of all before and of the token's own, in log2.
+            ends = weights[..., variant["chunk"] - 1 :: variant["chunk"]].double().cumsum(-1)
+            before = torch.nn.functional.pad(ends, (1, 0)).repeat_interleave(variant["chunk"], -1)[..., : weights.shape[2]]
+            sums = before + weights
+            apart = sums[..., None] - sums[:, :, None]
+            scores = scores * torch.exp2((-apart if variant["reverse"] else apart).clamp_max(0.0))
+        elif weights is not None:
             scores = scores * (weights[:, :, None] if variant["reverse"] else weights[..., None])
         out.copy_(scale * torch.einsum("bhij,bjhm->bihm", scores, c.double()))
 
@@ -124,6 +133,21 @@ def test_the_walk_in_python_takes_what_the_compiled_one_takes() -> None:
 def test_plain(dims: tuple[int, int]) -> None:
     case = Case(secrets.randbelow(2**31), rows=21, batch=2, heads=3, e=dims[0], m=dims[1], scale=0.3, **PLAIN)
     call, dout, *_ = case.call()
+    assert_near(computed(call, dout), results(call, dout, None, None, exact=True))
+
+
+def sums_of_logs(logs: Tensor, chunk: int) -> Tensor:
+    sums = [part.double().clamp_min(-1000.0).cumsum(1) for part in logs.split(chunk, 1)]
+    return (torch.cat(sums, 1).transpose(1, 2) / math.log(2)).float().contiguous()
+
+
+@pytest.mark.parametrize("decay", ["head", "token that forgets"])
+def test_a_decay(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one chunk."""
+    monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
+    case = Case(secrets.randbelow(2**31), rows=150, batch=2, heads=3, e=136, m=136, decay=decay, scale=0.3, **PLAIN)
+    call, dout, *_ = case.call()
+    call = replace(call, decay_grad=False)
     assert_near(computed(call, dout), results(call, dout, None, None, exact=True))
 
 

@@ -33,7 +33,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
 def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
     """One head of one batch; the last chunk is short of a token."""
     seqlen, dim, dim_v = CHUNK * chunks - 1, config.head_dim, config.head_dim_v
-    names = ["a", "b", "c", "out", *["weights"] * config.weighted, *["bias"] * config.biased, "tma_a", "tma_b", "tma_c"]
+    weights = config.weighted or config.fading
+    names = ["a", "b", "c", "out", *["weights"] * weights, *["bias"] * config.biased, "tma_a", "tma_b", "tma_c"]
     names += [*["tma_out"] * (not config.wide), "scores", "inter", "intra", "update", "scale"]
     values: dict[str, Any] = {
         "a": ((seqlen, dim, 1, 1), ()),

@@ -17,12 +17,20 @@ from warploom.linear.triton import call as call_module
 from warploom.linear.triton.config import Config, Tiling
 
 
-def configure(monkeypatch: pytest.MonkeyPatch, *, cut: bool, blocks: bool, lookback: bool = True, paired: bool = False) -> None:
+def configure(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    cut: bool,
+    blocks: bool,
+    lookback: bool = True,
+    paired: bool = False,
+    by_rows: bool = False,
+) -> None:
     """Chunks of 16; segments of 32 tokens; blocks of 16 columns where the state is wider."""
     t = Tiling(16, 16 if blocks else 64, 4, 1)
     together = None if blocks and not paired else t
     fill = 1e9 if cut else 0.0
-    small = Config(t, t, replace(t, columns=paired), together, t, t, paired, 32, fill, lookback=lookback)
+    small = Config(t, t, replace(t, columns=paired), together, t, t, paired, 32, fill, lookback=lookback, by_rows=by_rows)
     monkeypatch.setattr(call_module, "config", lambda *_: small)
 
 
@@ -68,6 +76,51 @@ def test_decay(name: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of columns with dK and dV apart where the sequence is whole, in pairs where it is cut."""
     configure(monkeypatch, cut=cut, blocks="blocks" in name, paired=cut)
     check(Case(secrets.randbelow(2**31), **DECAY[name]))
+
+
+BY_ROWS = ("decay", True), ("decay of heads, blocks", False), ("decay, grouped", True), ("decay, lengths", False)
+
+
+@pytest.mark.parametrize(("name", "cut"), BY_ROWS)
+def test_decay_by_rows(name: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments look back where there are as many keys as queries, and heads of both."""
+    configure(monkeypatch, cut=cut, blocks="blocks" in name, paired=cut, by_rows=True)
+    check(Case(secrets.randbelow(2**31), **DECAY[name]))
+
+
+@pytest.mark.parametrize("decay", ["head", "token"])
+def test_looking_back_on_what_faded(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More segments than one group has, of which the last sums fade slowly enough to tell."""
+    configure(monkeypatch, cut=True, blocks=False, by_rows=True)
+    case = Case(secrets.randbelow(2**31), rows=600, decay=decay, state=True, normalize=False)
+    call, *_ = case.call()
+    assert call.decay is not None
+    call = replace(call, decay=call.decay * 5e-3, decay_grad=False)
+    assert call_module.Call.of(call).looks_back(1)
+    wide = {name: getattr(call, name).double() for name in ("q", "k", "v", "s", "z", "decay")}
+    for found, want in zip(BACKEND.forward(call, True), reference.BACKEND.forward(replace(call, **wide), True), strict=True):
+        assert found is None or want is None or (found - want).abs().max() <= 2e-6 * want.abs().max(), case
+
+
+def test_a_chunk_too_steep_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of its rows would pass fp32; programs of other heads go by rows."""
+    configure(monkeypatch, cut=False, blocks=False, by_rows=True)
+    case = Case(secrets.randbelow(2**31), decay="token", heads=2)
+    call, dout, *_ = case.call()
+    assert call.decay is not None
+    logs = call.decay.clone()
+    logs[..., 0] -= 8.0
+    assert 15 * 8 / 0.6931 > 120
+    call = replace(call, decay=logs)
+    wide = {name: getattr(call, name).double() for name in ("q", "k", "v", "decay")}
+    for backend in (BACKEND, reference.BACKEND):
+        given = call if backend is BACKEND else replace(call, **wide)
+        _, norm, *_ = backend.forward(given, False)
+        gradients = backend.backward(given, dout.to(given.q.dtype), norm, None, None)
+        if backend is BACKEND:
+            found = gradients
+    for name, a, b in zip(("dq", "dk", "dv", "ds", "dz", "ddecay"), found, gradients, strict=True):
+        assert a is None or (b is not None and (a - b).abs().max() <= 1e-5 * b.abs().max()), (name, case)
 
 
 @pytest.mark.parametrize("first", [-torch.inf, -20.0])

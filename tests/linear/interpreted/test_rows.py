@@ -79,3 +79,13 @@ def test_relus_slope_at_a_nan_is_torchs() -> None:
     assert want[0, 1, 0, 3] == gradient[0, 1, 0, 3]
     got = rows.through(gradient.clone(), rows.mapped(x, "relu"), "relu")
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("constant", [True, False], ids=["a head", "a token"])
+def test_sums_of_logs(constant: bool) -> None:
+    """A log that forgets is held to one whose exponential is 0."""
+    logs = -draw(torch.float32, 2, 70, 19).abs()
+    logs[0, 3, 1] = -torch.inf
+    logs = logs[0, 5].expand(2, 70, 19) if constant else logs
+    want = torch.cat([t.double().clamp_min(-128.0).cumsum(1) for t in logs.split(32, 1)], 1) / torch.tensor(2.0).double().log()
+    torch.testing.assert_close(rows.sums_of_logs(logs, 32), want.transpose(1, 2).float(), rtol=1e-6, atol=0.0)

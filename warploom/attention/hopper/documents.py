@@ -1,8 +1,8 @@
 """Calls whose mask is nothing but documents in a row: their forward passes run as packed sequences.
 
-Tiles begin where documents do, so that none straddles two of them, and nothing of a mask is read. Documents of 200 to 6000 tokens,
-TFLOP/s of what is visible, as packed sequences and under the column mask: 32768 keys, head_dim 128, 688 and 631, causal 670 and 615;
-8192 keys, 64, 509 and 424, causal 415 and 351. Their backward passes are no faster so: causal 471 and 477.
+Tiles begin where documents do, so that none straddles two of them, and nothing of a mask is read. Documents of 200 to 6000
+tokens, TFLOP/s of what is visible, as packed sequences and under the column mask: 32768 keys, head_dim 128, 688 and 631, causal
+670 and 615; 8192 keys, 64, 509 and 424, causal 415 and 351. Their backward passes are no faster so: causal 471 and 477.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from warploom.attention.problem import AttentionArgs, AttentionProblem
 
 MOST_KEYS = 1 << 24  # tokens of k, past which the kernel's TMA views of packed sequences do not reach
 
-Launch = Callable[..., tuple[Tensor, ...]]
+Forward = Callable[..., tuple[Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 def as_packed(problem: AttentionProblem) -> AttentionProblem:
@@ -61,7 +62,7 @@ def _packed(args: AttentionArgs) -> AttentionArgs:
     )
 
 
-def bind(args: AttentionArgs, packed_bind: Callable[[AttentionArgs], Launch]) -> Launch:
+def bind(args: AttentionArgs, packed_bind: Callable[[AttentionArgs], Forward]) -> Forward:
     """A forward call made ready: takes q, k, v and what a dense call under a column mask and of documents takes."""
     run = packed_bind(_packed(args))
 
@@ -72,14 +73,14 @@ def bind(args: AttentionArgs, packed_bind: Callable[[AttentionArgs], Launch]) ->
     return launch
 
 
-def bind_backward(args: AttentionArgs, columns_bind: Callable[[AttentionArgs], Launch]) -> Launch:
+def bind_backward(args: AttentionArgs, columns_bind: Callable[[AttentionArgs], Backward]) -> Backward:
     """A backward pass made ready, under the column mask: takes dout, dlse, out and lse before those."""
     left, right = args.left, args.right
     run = columns_bind(args._replace(documents=None))
 
     def launch(
         dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, *others: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         k, v, sink, *vectors, _, _ = others
         bounds = bounds_of((*vectors, None), left, right, q.shape[1])
         return run(dout, dlse, out, lse, q, k, v, sink, *vectors, bounds)

@@ -96,10 +96,10 @@ class Fp8Consumers(ColumnConsumers):
         if const_expr(self.config.varlen):
             block += first_block(q_start, batch)
             first_key = first_block(k_start, batch)
-            blocks, lead = scales.q.shape[0], ()
+            lead = []
         else:
-            blocks, lead = scales.q.shape[1], (batch,)
-        block = cutlass.min(block, blocks - 1)  # rows past the last query
+            lead = [batch]
+        block = cutlass.min(block, scales.q.shape[-2] - 1)  # rows past the last query
         scale = scales.q[(*lead, block, head)]
         work.query_scale[0] = scale if const_expr(self.config.softcap) else scale * work.multiplier
         head_kv = head // scales.members

@@ -218,7 +218,7 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
                         self.schedule(total_k, lse.shape, lse.shape[1], shared, left, right, pair_heads, split)
             else:
                 cute.arch.setmaxregister_increase(consumer_registers)
-                sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1
+                sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1  # type: ignore[union-attr]
                 self.compute(
                     out, lse, sink, parts, k_shape, sequences, None, None, shared, mma_qk, mma_pv, multiplier, cap_in, left,
                     right, scales,

@@ -83,7 +83,7 @@ def fp8_config(features: Features, out: torch.dtype, fast: bool = False) -> Fp8F
 
 
 def fp8_set() -> list[Fp8ForwardConfig]:
-    """The variants that `warploom build` prepares: full, causal and windows, dense and packed, of the usual head dims in bf16."""
+    """The variants that `warploom build` prepares, in bf16: full, causal and windows, dense and packed, of usual head dims."""
     e4m3 = torch.float8_e4m3fn
     return [
         fp8_config(Features(e4m3, dim, dim, varlen=varlen, **band), torch.bfloat16)

@@ -1,8 +1,9 @@
-"""The gated delta rule's forward pass for Hopper (sm_90a) in the CuTe DSL: TMA, wgmma, warp specialisation.
+"""The gated delta rule for Hopper (sm_90a) in the CuTe DSL, forward and backward: TMA, wgmma, warp specialisation.
 
 One kernel prepares all chunks of 64 tokens at once: their weights, and the inverse of a triangular matrix. Another walks the
 chunks of each value head with the state in registers (Yang et al., 2024, "Gated Delta Networks", arXiv 2412.06464, section
-3.3). Modules are compiled ahead of time by `warploom build`, or once at first use. Gradients are the next implementation's.
+3.3). A backward pass prepares and walks again, walks back, and takes gradients chunk by chunk, in ranges of chunks within the
+bytes of q, k, v and out. Modules are compiled ahead of time by `warploom build`, or once at first use.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from warploom.delta.backend import DeltaBackend
-from warploom.delta.hopper.plan import LONGEST, WIDEST, modules_of, width
+from warploom.delta.hopper.plan import LONGEST, WIDEST, back_modules_of, modules_of, width
 from warploom.runtime import dispatch, modules, traced
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ _DTYPES = {torch.bfloat16: "bfloat16"}
 def _module_refusal(dtype: str, width: int) -> str | None:
     """Why a module can be neither loaded nor built here."""
     return _found.refusal((dtype, width), lambda: [variant.spec for variant in modules_of(dtype, width)])
+
+
+@traced.constant
+def _back_refusal(dtype: str, width: int) -> str | None:
+    """The same of a backward pass."""
+    return _found.refusal((dtype, width, "back"), lambda: [variant.spec for variant in back_modules_of(dtype, width)])
 
 
 _found = traced.Found()
@@ -82,16 +89,27 @@ class Hopper(DeltaBackend):
     def backward(
         self, call: DeltaCall, dout: Tensor, dstate: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Gradients from the next implementation that takes the call: they read no result of the forward pass."""
+        """Gradients, which read no result of the forward pass; from the next implementation where modules are missing."""
+        if self._goes_back(call):
+            from warploom.delta.hopper.run_back import backward as run
+
+            return run(call, dout, dstate)
         return self._beside(call).backward(call, dout, dstate)
 
     def bind_backward(
         self, call: DeltaCall, dout: Tensor, dstate: Tensor | None
     ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None] | None] | None:
+        if self._goes_back(call):
+            from warploom.delta.hopper.run_back import bind_backward as run
+
+            return run(call, dout, dstate)
         return self._beside(call).bind_backward(call, dout, dstate)
 
     def step(self, args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
         return self._beside(args.call()).step(args, into)
+
+    def _goes_back(self, call: DeltaCall) -> bool:
+        return _back_refusal(_DTYPES[call.v.dtype], width(call.q.shape[3])) is None
 
     def _beside(self, call: DeltaCall) -> DeltaBackend:
         beside = dispatch.delegate(NAME, call, "delta")

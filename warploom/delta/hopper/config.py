@@ -18,8 +18,10 @@ MATRIX = sum(BOX_ROWS) * BOX // 2
 NUMBERS = 5 * CHUNK
 ITEM = 2 * MATRIX + NUMBERS
 # The rows: what multiplies k S and q S, for keys and queries as they are given; beta; what then multiplies kᵀ Y; and the decay
-# of the whole chunk.
-READS, QUERIES, BETA, WRITES, WHOLE = range(5)
+# of the whole chunk. For gradients also sums of decays in two parts, and what rows of k and q are multiplied by.
+READS, QUERIES, BETA, WRITES, WHOLE, COARSE, FINE, OF_K, OF_Q = range(9)
+ALL_NUMBERS = 9 * CHUNK
+BACK_ITEM = 2 * MATRIX + ALL_NUMBERS
 _HERE = "delta/hopper"
 _SHARED = (
     *(f"kernels/cute/{file}.py" for file in ("arguments", "basics", "fields", "instructions", "memory")),
@@ -39,11 +41,17 @@ class PrepareConfig:
     dtype: str  # "bfloat16"
     width: int  # of the tile of keys: 64 or 128; smaller dims are filled up with zeros
     blocks: int = 4  # on a multiprocessor, whose shared memory they fill
+    gradients: bool = False  # for a backward pass
 
     @property
     def name(self) -> str:
         """File name and symbol."""
-        return f"delta_prepare_sm90_{self.dtype}_d{self.width}_b{self.blocks}"
+        return f"delta_prepare_sm90_{self.dtype}_d{self.width}_b{self.blocks}{'_back' * self.gradients}"
+
+    @property
+    def item(self) -> int:
+        """fp32 words of a chunk of a value head."""
+        return BACK_ITEM if self.gradients else ITEM
 
     @cached_property
     def spec(self) -> ModuleSpec:
@@ -83,3 +91,97 @@ class WalkConfig:
     def stage_bytes(self) -> int:
         """What is loaded for a chunk."""
         return 2 * CHUNK * (2 * self.width + self.warpgroups * COLUMNS) + 4 * ITEM
+
+
+BACK_SOURCES = (
+    *(f"{_HERE}/{file}.py" for file in ("back", "back_base", "back_consumer", "build", "config", "keep")),
+    *(f"{_HERE}/{file}.py" for file in ("keep_consumer", "walk_base")),
+    *(f"kernels/cute/{file}.py" for file in ("barriers", "rings")),
+    *_SHARED,
+)
+
+
+@dataclass(frozen=True)
+class KeepConfig:
+    """What is fixed when the walk is compiled that leaves states and Y for gradients."""
+
+    dtype: str  # "bfloat16"
+    width: int  # of the tile of keys: 64 or 128
+    warpgroups: int = 1  # of COLUMNS value columns each, in a block
+    again: bool = False  # states alone, from the Y of an earlier walk
+    stages: int = 4
+
+    @property
+    def name(self) -> str:
+        """File name and symbol."""
+        return f"delta_keep_sm90_{self.dtype}_d{self.width}_w{self.warpgroups}s{self.stages}{'_again' * self.again}"
+
+    @cached_property
+    def spec(self) -> ModuleSpec:
+        """The module that holds this variant."""
+        config = tuple(asdict(self).items())
+        return ModuleSpec(self.name, "sm_90a", "warploom.delta.hopper.build:compile_keep", config, BACK_SOURCES)
+
+    @property
+    def stage_bytes(self) -> int:
+        """What is loaded for a chunk."""
+        return 2 * CHUNK * (self.width + self.warpgroups * COLUMNS) + 4 * (NUMBERS if self.again else MATRIX + NUMBERS)
+
+
+@dataclass(frozen=True)
+class BackConfig:
+    """What is fixed when the walk back is compiled, which leaves the gradients of states and of values."""
+
+    dtype: str  # "bfloat16"
+    width: int  # of the tile of keys: 64 or 128
+    warpgroups: int = 1  # of COLUMNS value columns each, in a block
+    stages: int = 3
+
+    @property
+    def name(self) -> str:
+        """File name and symbol."""
+        return f"delta_back_sm90_{self.dtype}_d{self.width}_w{self.warpgroups}s{self.stages}"
+
+    @cached_property
+    def spec(self) -> ModuleSpec:
+        """The module that holds this variant."""
+        config = tuple(asdict(self).items())
+        return ModuleSpec(self.name, "sm_90a", "warploom.delta.hopper.build:compile_back", config, BACK_SOURCES)
+
+    @property
+    def stage_bytes(self) -> int:
+        """What is loaded for a chunk."""
+        return 2 * CHUNK * (2 * self.width + self.warpgroups * COLUMNS) + 4 * (2 * MATRIX + NUMBERS)
+
+
+GRADIENT_SOURCES = (
+    *(f"{_HERE}/{file}.py" for file in ("build", "config", "gradients", "gradients_asked", "gradients_base", "gradients_read")),
+    *(f"{_HERE}/{file}.py" for file in ("gradients_written", "place", "walk_base")),
+    *(f"kernels/cute/{file}.py" for file in ("barriers", "rings")),
+    *_SHARED,
+)
+
+
+@dataclass(frozen=True)
+class GradientConfig:
+    """What is fixed when the kernel of all other gradients is compiled."""
+
+    dtype: str  # "bfloat16"
+    width: int  # of the tile of keys: 64 or 128
+    stages: int = 2
+
+    @property
+    def name(self) -> str:
+        """File name and symbol."""
+        return f"delta_gradients_sm90_{self.dtype}_d{self.width}_s{self.stages}"
+
+    @cached_property
+    def spec(self) -> ModuleSpec:
+        """The module that holds this variant."""
+        config = tuple(asdict(self).items())
+        return ModuleSpec(self.name, "sm_90a", "warploom.delta.hopper.build:compile_gradients", config, GRADIENT_SOURCES)
+
+    @property
+    def stage_bytes(self) -> int:
+        """What is loaded for COLUMNS value columns of a chunk of a value head."""
+        return 2 * COLUMNS * (2 * self.width + 3 * CHUNK)

@@ -46,7 +46,7 @@ class Prepare(PrepareHead):
         decay: cute.Tensor,  # as beta; not read without `decays`
         lengths: cute.Tensor,  # (batch,) int32, or empty
         cu: cute.Tensor,  # (sequences + 1,) int32, or empty
-        prepared: cute.Tensor,  # (slots * heads_v, ITEM) fp32
+        prepared: cute.Tensor,  # (slots * heads_v, config.item) fp32
         scale: Float32,
         eps: Float32,
         normalize: Int32,

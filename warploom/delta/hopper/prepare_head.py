@@ -6,15 +6,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from warploom.delta.hopper.config import (
     BETA,
     BOX,
     BOX_ROWS,
     CHUNK,
-    ITEM,
+    COARSE,
+    FINE,
     MATRIX,
+    OF_K,
+    OF_Q,
     QUERIES,
     READS,
     WHOLE,
@@ -81,7 +84,7 @@ class PrepareHead:
         Of [[U, 0], [R, L]] the inverse is [[U', 0], [-L' R U', L']]: blocks of 16 make blocks of 32, and those the whole.
         Blocks of A below the diagonal come with their signs turned.
         """
-        target = prepared.iterator + item * ITEM
+        target = prepared.iterator + item * self.config.item
         self.put_numbers(room, at, target, decays, lane, loaded)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -153,6 +156,9 @@ class PrepareHead:
         store_pair(address + BETA * CHUNK * 4, betas[0], betas[1])
         store_pair(address + WRITES * CHUNK * 4, until[0] * of_k[0], until[1] * of_k[1])
         store_pair(address + WHOLE * CHUNK * 4, whole, whole)
+        if const_expr(self.config.gradients):
+            for row, pair in ((COARSE, coarse), (FINE, fine), (OF_K, of_k), (OF_Q, of_q)):
+                store_pair(address + row * CHUNK * 4, pair[0], pair[1])
         cute.arch.sync_warp()
 
     def block(self, room: Any, i: int, j: int, lane: Any) -> list[Any]:

@@ -23,8 +23,6 @@ from warploom.delta.hopper.walk_base import WalkPart, WalkShared, ragged
 from warploom.delta.hopper.walk_consumer import Consumer
 from warploom.delta.hopper.walk_producer import Producer
 from warploom.kernels.cute.basics import WARPGROUP
-from warploom.kernels.cute.instructions import store_shared
-from warploom.kernels.cute.packed import bounds, first_tile
 from warploom.kernels.cute.rings import Mbarriers, init_rings
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load, tma_store
 from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, product
@@ -176,31 +174,3 @@ class Walk(Producer, Consumer):
             if const_expr(config.warpgroups == 2):
                 cute.arch.setmaxregister_increase(240)
             self.play(given, warp // 4 - 1, out, state, last, tma_out, mma, mma_update)
-
-    @cute.jit
-    def clear(self, address, size):
-        """Zeros, which stay where no copy ever goes."""
-        threads = (1 + self.config.warpgroups) * WARPGROUP
-        own = cute.arch.thread_idx()[0] * 16
-        for i in cutlass.range_constexpr(size // (16 * threads)):
-            store_shared(address + own, i * 16 * threads, [Float32(0.0)] * 4)
-        cute.arch.fence_view_async_shared()
-
-    @cute.jit
-    def tokens(self, sequence, lengths, cu, seqlen):
-        """Batch, first row, rows, those that count and the first slot of a sequence; past the packed ones none counts."""
-        batch, start, rows, live = sequence, Int32(0), Int32(seqlen), Int32(seqlen)
-        slot = sequence * cute.ceil_div(seqlen, CHUNK)
-        if cu.shape[0] > 0:
-            batch = Int32(0)
-            packed = Int32(cu.shape[0] - 1)
-            start, live = bounds(cu, cutlass.min(sequence, packed - 1), seqlen)
-            rows = live
-            if sequence == packed:
-                start = cutlass.min(cutlass.max(cu[packed], 0), seqlen)
-                live, rows = Int32(0), seqlen - start
-            slot = first_tile(cu, cutlass.min(sequence, packed), CHUNK, seqlen)
-        else:
-            if lengths.shape[0] > 0:
-                live = cutlass.min(cutlass.max(lengths[sequence], 0), seqlen)
-        return batch, start, rows, live, slot

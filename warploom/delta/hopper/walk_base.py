@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
+from cutlass import Float32, Int32
 
-from warploom.delta.hopper.config import WalkConfig
-from warploom.kernels.cute.basics import DTYPES
+from warploom.delta.hopper.config import CHUNK, BackConfig, KeepConfig, WalkConfig
+from warploom.kernels.cute.basics import DTYPES, WARPGROUP
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.packed import RAGGED
+from warploom.kernels.cute.instructions import store_shared
+from warploom.kernels.cute.packed import RAGGED, bounds, first_tile
 
 
 class WalkShared(Fields):
@@ -49,10 +52,41 @@ class WalkPart(Fields):
 class WalkBase:
     """Sizes of one configuration."""
 
-    def __init__(self, config: WalkConfig):
+    def __init__(self, config: WalkConfig | KeepConfig | BackConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.boxes = config.width // 64  # of a chunk of q or k
+
+    @cute.jit
+    def clear(self, address, size):
+        """Zeros, which stay where no copy ever goes."""
+        threads = (1 + self.config.warpgroups) * WARPGROUP
+        own = cute.arch.thread_idx()[0] * 16
+        whole = size // (16 * threads)
+        for i in cutlass.range_constexpr(whole):
+            store_shared(address + own, i * 16 * threads, [Float32(0.0)] * 4)
+        if own < size - whole * 16 * threads:
+            store_shared(address + own, whole * 16 * threads, [Float32(0.0)] * 4)
+        cute.arch.fence_view_async_shared()
+
+    @cute.jit
+    def tokens(self, sequence, lengths, cu, seqlen):
+        """Batch, first row, rows, those that count and the first slot of a sequence; past the packed ones none counts."""
+        batch, start, rows, live = sequence, Int32(0), Int32(seqlen), Int32(seqlen)
+        slot = sequence * cute.ceil_div(seqlen, CHUNK)
+        if cu.shape[0] > 0:
+            batch = Int32(0)
+            packed = Int32(cu.shape[0] - 1)
+            start, live = bounds(cu, cutlass.min(sequence, packed - 1), seqlen)
+            rows = live
+            if sequence == packed:
+                start = cutlass.min(cutlass.max(cu[packed], 0), seqlen)
+                live, rows = Int32(0), seqlen - start
+            slot = first_tile(cu, cutlass.min(sequence, packed), CHUNK, seqlen)
+        else:
+            if lengths.shape[0] > 0:
+                live = cutlass.min(cutlass.max(lengths[sequence], 0), seqlen)
+        return batch, start, rows, live, slot
 
 
 def ragged(t: Any) -> Any:

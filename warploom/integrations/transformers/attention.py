@@ -71,7 +71,7 @@ def attention_forward(
         "sink": s_aux,
         "dropout_p": float(dropout) if module.training else 0.0,
         "deterministic": True if kwargs.get("deterministic") else None,
-        "bias": position_bias,
+        "bias": _rows_first(position_bias),
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
@@ -99,6 +99,17 @@ def attention_forward(
         "(batch, heads, keys, 1 | 2 | 4), or a dense mask as bool (True = visible) or float (added to the "
         "scores)"
     )
+
+
+def _rows_first(bias: Tensor | Bias | None) -> Tensor | Bias | None:
+    """The same with contiguous rows: T5 gives a permuted embedding, whose heads lie next to each other.
+
+    A kernel that reads one head of it would read all. The copy is small beside what the layer computes, and its gradient is
+    the copy's.
+    """
+    if isinstance(bias, Tensor) and bias.ndim == 4 and min(bias.shape[2:]) > 1 and bias.stride(-1) != 1:
+        return bias.contiguous()
+    return bias
 
 
 def _refuse(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:

@@ -100,6 +100,10 @@ class DeltaBarrier(NamedBarriers):
 
     OUT_FREE = 1, 2  # a warpgroup's tile of out may be written
     OUT_WRITTEN = 3, 2  # it may be read
+    # Of the gradients' kernel, whose tile of dq is the first of those above.
+    ROWS = 5  # what is summed over rows has been written
+    KEYS_TAKEN = 6  # what reading gives to dk has been read
+    KEYS_WRITTEN = 7  # the tile of dk may be read
 
 
 def wait(barrier: Any, threads: int, index: Any = 0) -> None:

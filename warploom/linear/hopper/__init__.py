@@ -35,9 +35,10 @@ def _examine() -> str | None:
 
 
 @traced.constant
-def _module_refusal(width: int, normalize: bool) -> str | None:
+def _module_refusal(width: int, normalize: bool, fading: bool) -> str | None:
     """Why a module can be neither loaded nor built here."""
-    return _found.refusal((width, normalize), lambda: [variant.spec for variant in configs(width, normalize)])
+    kind = (width, normalize, fading)
+    return _found.refusal(kind, lambda: [variant.spec for variant in configs(*kind)])
 
 
 _found = traced.Found()
@@ -79,8 +80,10 @@ def _kernels_refusal(call: LinearCall) -> str | None:
         return f"takes maps with a denominator only (normalize=True), not {call.map_q!r} and {call.map_k!r}"
     if call.s is not None:
         return "takes no initial state"
-    if call.decay is not None:
-        return "takes no decay"
+    if call.decay is not None and call.normalize:
+        return "takes a decay without a denominator only (normalize=False)"
+    if call.decay_grad:
+        return "takes no decay that asks for a gradient"
     if call.lengths is not None or call.cu_seqlens is not None:
         return "takes neither lengths nor packed sequences"
     if call.k.shape[1] != seqlen:
@@ -109,7 +112,9 @@ class Hopper(LinearBackend):
 
     def supports(self, call: LinearCall) -> str | None:
         refused = _kernels_refusal(call)
-        return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize) if refused is None else refused
+        if refused is not None:
+            return refused
+        return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize, call.decay is not None)
 
     def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Out, norm, s and z; see `warploom.linear.problem`."""

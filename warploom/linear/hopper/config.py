@@ -34,6 +34,7 @@ class WalkConfig:
     weighted: bool = False  # weights multiply the rows of c in reverse, else those of out
     biased: bool = False  # in reverse, of a weighted walk: a bias of each j is taken from all products a_i . b_j
     wide: bool = False  # out is fp32
+    fading: bool = False  # weights are sums of logs up to each token within its chunk, in log2, which all products fade by
     chunk: int = 64  # tokens of a step
     stages: int = 3  # of the rings of a and b
     cluster: int = 2  # blocks that share what they load of a and b; a divisor of ``blocks`` and of head_dim / 64
@@ -41,7 +42,7 @@ class WalkConfig:
     @property
     def weighs_rows(self) -> bool:
         """Whether weights multiply the rows of c."""
-        return self.weighted and self.reverse
+        return (self.weighted and self.reverse) or self.fading
 
     @property
     def blocks(self) -> int:
@@ -52,7 +53,7 @@ class WalkConfig:
     def name(self) -> str:
         """File name and symbol."""
         parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}", f"c{self.cluster}"]
-        parts += [feature for feature in ("reverse", "weighted", "biased", "wide") if getattr(self, feature)]
+        parts += [feature for feature in ("reverse", "weighted", "biased", "wide", "fading") if getattr(self, feature)]
         return "linear_walk_sm90_" + "_".join(parts)
 
     @cached_property

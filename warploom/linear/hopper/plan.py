@@ -41,10 +41,10 @@ def config(width: int, **features: bool) -> WalkConfig:
 
 
 @cache
-def configs(width: int, normalize: bool) -> tuple[WalkConfig, ...]:
+def configs(width: int, normalize: bool, fading: bool = False) -> tuple[WalkConfig, ...]:
     """All that a call may need: for out, dq, dk and dv."""
     if not normalize:
-        forward, reverse = config(width), config(width, reverse=True)
+        forward, reverse = config(width, fading=fading), config(width, reverse=True, fading=fading)
         return forward, forward, reverse, reverse
     reverse = config(width, reverse=True, weighted=True)
     return config(width, weighted=True), config(width, wide=True), replace(reverse, biased=True), reverse
@@ -52,4 +52,5 @@ def configs(width: int, normalize: bool) -> tuple[WalkConfig, ...]:
 
 def named_set() -> list[WalkConfig]:
     """The variants that `warploom build` prepares: all there are."""
-    return list(dict.fromkeys(v for width, normalize in product(WIDTHS, (False, True)) for v in configs(width, normalize)))
+    kinds = (False, False), (True, False), (False, True)
+    return list(dict.fromkeys(v for width, kind in product(WIDTHS, kinds) for v in configs(width, *kind)))

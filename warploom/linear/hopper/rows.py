@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from warploom.kernels.triton.feature_maps import MAPS
-from warploom.linear.hopper.rows_kernels import dq_kernel, norm_kernel, sums_kernel, through_kernel
+from warploom.linear.hopper.rows_kernels import dq_kernel, logs_kernel, norm_kernel, sums_kernel, through_kernel
 from warploom.runtime.triton_launch import Launch
 
 SEGMENT = 256
+_HEADS = 16  # whose logs a program sums
 _UNIT = 8  # elements that strides count in
 # Rows at a time and warps, without and with a map: 4 × 8 heads of 4096 tokens, head_dim 256, us. Products of more than 32 rows
 # would be wgmma, of whose operands Triton 3.6 may keep a buffer too few.
@@ -51,6 +52,16 @@ def queries_gradient(
     dq, bias = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(weights)
     _run("dq", name, (q, k, sums, x, weights, bias, dq), (q, k), scale)
     return dq, bias
+
+
+def sums_of_logs(logs: Tensor, chunk: int) -> Tensor:
+    """Sums of logs (batch, seqlen, heads) up to each row within its chunk, in log2: (batch, heads, seqlen) in fp32."""
+    batch, seqlen, heads = logs.shape
+    sums = torch.empty(batch, heads, seqlen, dtype=torch.float32, device=logs.device)
+    chunks = -(-seqlen // chunk)
+    grid = batch * chunks * -(-heads // _HEADS), 1
+    _logs_launch(chunk, max(logs.stride()) < 2**31)(grid, logs, sums, *logs.stride(), seqlen, heads, chunks)
+    return sums
 
 
 def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:
@@ -93,3 +104,8 @@ def _launch(kernel: str, dtype: torch.dtype, e: int, name: str | None, present: 
     if name is not None:
         constants["MAP"] = MAPS[name]
     return Launch(_KERNELS[kernel], constants, direct=direct)
+
+
+@cache
+def _logs_launch(chunk: int, direct: bool) -> Launch:
+    return Launch(logs_kernel, {"C": chunk, "HEADS": _HEADS, "num_warps": 2}, direct=direct)

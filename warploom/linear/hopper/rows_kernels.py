@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY, only, phi, through_map
+from warploom.kernels.triton.logs import sums_in_log2
 
 UNIT = tl.constexpr(8)  # 16 bytes: walks ask that of strides too
 MOST = tl.constexpr(16)  # segments whose sums are read at a time
@@ -206,3 +207,18 @@ def through_kernel(
         target = _packed(gradient_ptr, row, heads, seqlen, t + n, e, E)
         gradient = tl.load(target, mask=inside, other=0.0).to(tl.float32)
         tl.store(target, through_map(gradient, mapped, MAP).to(gradient_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["logs_ptr", "sums_ptr", "stride_b", "stride_s", "stride_h", "seqlen", "heads", "chunks"])
+def logs_kernel(
+    logs_ptr, sums_ptr, stride_b, stride_s, stride_h, seqlen, heads, chunks, C: tl.constexpr, HEADS: tl.constexpr
+):
+    """Sums of logs (batch, seqlen, heads), their strides in elements, up to each row within its chunk, in log2."""
+    blocks = tl.cdiv(heads, HEADS)
+    row = tl.program_id(0) // blocks
+    head = tl.program_id(0) % blocks * HEADS + tl.arange(0, HEADS)
+    batch, rows = (row // chunks).to(tl.int64), row % chunks * C + tl.arange(0, C)
+    inside = (rows < seqlen)[:, None] & (head < heads)[None, :]
+    base = logs_ptr + batch * stride_b + rows.to(tl.int64)[:, None] * stride_s + head.to(tl.int64)[None, :] * stride_h
+    sums = sums_in_log2(tl.load(base, mask=inside, other=0.0))
+    tl.store(sums_ptr + (batch * heads + head)[None, :] * seqlen + rows[:, None], sums, mask=inside)

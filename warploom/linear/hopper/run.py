@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from warploom.linear.hopper.plan import config, width
-from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, through
+from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, sums_of_logs, through
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
 from warploom.runtime.device import on_device
@@ -24,7 +24,7 @@ def forward(call: LinearCall) -> tuple[Tensor, Tensor | None]:
     q, k, v = (aligned(t) for t in (call.q, call.k, call.v))
     with on_device(q):
         if not call.normalize:
-            return _walk(call, q, k, v), None
+            return _walk(call, q, k, v, _logs(call)), None
         q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         norm, weights = denominators(q, k, sums, call.scale, call.eps)
         return _walk(call, q, k, v, weights), norm
@@ -35,14 +35,21 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tenso
     q, k, v, dout = (aligned(t) for t in (call.q, call.k, call.v, dout))
     with on_device(q):
         if norm is None:
-            dq, dk = _walk(call, dout, v, k), _walk(call, v, dout, q, reverse=True)
-            return dq, dk, _walk(call, k, q, dout, reverse=True)
+            logs = _logs(call)
+            dq, dk = _walk(call, dout, v, k, logs), _walk(call, v, dout, q, logs, reverse=True)
+            return dq, dk, _walk(call, k, q, dout, logs, reverse=True)
         q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         weights = norm.contiguous().reciprocal()
         x = _walk(call, dout, v, k, wide=True)
         dq, bias = queries_gradient(q, k, sums, x, weights, call.scale, call.map_q)
         dk = _walk(call, v, dout, q, weights, bias, reverse=True)
         return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True)
+
+
+def _logs(call: LinearCall) -> Tensor | None:
+    """Sums of the decay's logs within the walks' chunks."""
+    chunk = config(width(call.q.shape[3], call.v.shape[3])).chunk
+    return None if call.decay is None else sums_of_logs(call.decays(), chunk)
 
 
 def _walk(
@@ -58,11 +65,14 @@ def _walk(
 ) -> Tensor:
     """w_i · scale · Σ (a_i · b_j) c_j over j <= i, or in reverse scale · Σ (a_i · b_j - bias_j) w_j c_j over j >= i.
 
-    a, b and c are (batch, seqlen, heads, ·); weights w and bias (batch, heads, seqlen) in fp32, 1 and 0 where None.
+    a, b and c are (batch, seqlen, heads, ·); weights w and bias (batch, heads, seqlen) in fp32, 1 and 0 where None. Of a call
+    with a decay weights are the sums of its logs within chunks, and products fade by the logs between i and j.
     """
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
     tile = width(call.q.shape[3], call.v.shape[3])
-    function = _function(tile, reverse=reverse, weighted=weights is not None, biased=bias is not None, wide=wide)
+    fading = call.decay is not None
+    weighted = weights is not None and not fading
+    function = _function(tile, reverse=reverse, weighted=weighted, biased=bias is not None, wide=wide, fading=fading)
     function(a, b, c, out, weights, bias, call.scale)
     return out
 

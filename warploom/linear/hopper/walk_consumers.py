@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from warploom.kernels.cute.barriers import WalkBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP
-from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, pack16, store_matrices
+from warploom.kernels.cute.instructions import exp2, from_bfloat16, ldmatrix_x4, pack16, store_matrices
 from warploom.kernels.cute.rings import advance, release, release_everywhere
 from warploom.kernels.cute.tiles import tma_views, transposed
 from warploom.kernels.cute.wgmma import gemm, words
@@ -29,7 +29,7 @@ class Consumers(WalkBase):
 
     @cute.jit
     def play_scores(self, given, mma, weights, bias):
-        """The products a_i . b_j of each chunk, less the bias and times the weight of j; 0 where i does not see j."""
+        """The products a_i . b_j of each chunk, less the bias and times the weight of j, or faded; 0 where i does not see j."""
         shared, config = given.shared, self.config
         part = mma.get_slice(0)
         own = cute.arch.thread_idx()[0] % WARPGROUP
@@ -48,6 +48,9 @@ class Consumers(WalkBase):
                 weight = self.load_pair(given, weights, token)
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, token)
+            if const_expr(config.fading):
+                half = weight[0] if warp < 2 else weight[1]
+                own_sums = [cute.arch.shuffle_sync(half, row % 32 + 8 * r) for r in range(2)]
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             gemm(mma, acc, left[None, None, None, stage], right[None, None, None, stage], False)
@@ -62,7 +65,11 @@ class Consumers(WalkBase):
                     at = i // 2 * 4 + r * 2 + i % 2
                     here, key = row + r * 8, column + place
                     seen = key >= here if const_expr(config.reverse) else key <= here
-                    acc[at] = (acc[at] - less) * times if seen else 0.0
+                    if const_expr(config.fading):
+                        apart = times - own_sums[r] if const_expr(config.reverse) else own_sums[r] - times
+                        acc[at] = acc[at] * exp2(apart) if seen else 0.0
+                    else:
+                        acc[at] = (acc[at] - less) * times if seen else 0.0
             wait(WalkBarrier.P_TAKEN, BOTH)
             for i in cutlass.range_constexpr(config.chunk // 16):
                 target = shared.p_start + line * 64 + ((2 * i + matrix // 2) ^ lane % 8) * 8
@@ -115,12 +122,14 @@ class Consumers(WalkBase):
         for t in cutlass.range(given.chunks, unroll=1):
             n = self.chunk_at(t, given.chunks)
             weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
-            if const_expr(config.weighted):
+            if const_expr(config.weighted or config.fading):
                 weight = self.load_pair(given, weights, n * config.chunk + lane)
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, n * config.chunk + lane)
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
             self.gemm_inter(mma_inter, acc, state, operand, state_words, queries[None, None, None, stage])
+            if const_expr(config.fading):
+                weight = self.fade(acc, state, weight, lane)
             cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
             left = values[None, None, None, c_stage]
             wait(WalkBarrier.P_READY, BOTH)
@@ -186,6 +195,24 @@ class Consumers(WalkBase):
                 warpgroup.commit_group()
 
     @cute.jit
+    def fade(self, acc, state, logs, lane):
+        """Fade the state over a chunk, and what the chunk's tokens take of it; weights of the rows of c, a pair a lane."""
+        warpgroup.commit_group()
+        last = cute.arch.shuffle_sync(logs[1], 31)
+        since, until = [exp2(x) for x in logs], [exp2(last - x) for x in logs]
+        kept = exp2(last)
+        for i in cutlass.range_constexpr(cute.size(state)):
+            state[i] = state[i] * kept
+        taken, weights = (until, since) if const_expr(self.config.reverse) else (since, until)
+        factors = [self.of_token(taken, i // 2 * 8 + i % 2, lane) for i in range(self.config.chunk // 4)]
+        warpgroup.wait_group(0)
+        for i in cutlass.range_constexpr(self.config.chunk // 4):
+            for r in cutlass.range_constexpr(2):
+                at = i // 2 * 4 + r * 2 + i % 2
+                acc[at] = acc[at] * factors[i]
+        return weights
+
+    @cute.jit
     def finish(self, acc, weight, before, scale, lane):
         """What the bias takes from the chunks before, and factors of out."""
         for i in cutlass.range_constexpr(self.config.chunk // 4):  # this thread's tokens
@@ -232,12 +259,14 @@ class Consumers(WalkBase):
 
     @cute.jit
     def load_pair(self, given, vectors, token):
-        """A value of this lane's token and of the one 32 later; 0 past the last."""
+        """A value of this lane's token and of the one 32 later; past the last 0, or sums of logs as they are there."""
         line = vectors[given.batch, given.head, None]
         found = []
         for i in cutlass.range_constexpr(2):
             value = Float32(0.0)
-            if token + 32 * i < vectors.shape[2]:
+            if const_expr(self.config.fading):
+                value = line[cutlass.min(token + 32 * i, vectors.shape[2] - 1)]
+            elif token + 32 * i < vectors.shape[2]:
                 value = line[token + 32 * i]
             found.append(value)
         return found

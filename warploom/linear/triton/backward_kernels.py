@@ -15,6 +15,7 @@ With a decay everything fades as fading.py has it. The gradient of the log at to
 and a key j < t gives, P_ij (dO_i.v_j - delta_i) with P of what is left: of keys before the chunk and queries in it (dQ's kernel
 sums those by query), of keys in it and queries after it, of keys before and queries after it (<dS, S>, for which dQ's kernel
 leaves S before every chunk), and of both in it, where sums over rows and columns of the strict triangle give all t at once.
+log_gradients.py adds them up.
 Taken by differences of whole gradients instead (q.dq - k.dk, summed from the end) it would drown in the rounding of all that
 was forgotten.
 """
@@ -27,6 +28,7 @@ import triton
 import triton.language as tl
 
 from warploom.kernels.triton.feature_maps import IDENTITY, through_map
+from warploom.kernels.triton.logs import exp2
 from warploom.kernels.triton.numerics import exp
 from warploom.kernels.triton.operands import operand, power_of_two, times
 from warploom.linear.triton.device import (
@@ -44,14 +46,22 @@ from warploom.linear.triton.device import (
     store_state,
 )
 from warploom.linear.triton.fading import (
+    BY_ROWS,
+    EXACT,
+    NONE,
+    Fading,
     chunk_of,
+    chunk_sums,
     faded,
+    fading,
     left_at,
     left_at_end,
     left_by_columns,
     left_by_rows,
     load_for_both,
     load_logs,
+    steep,
+    weighed,
 )
 from warploom.linear.triton.lookback import own_sums, sums_before
 
@@ -81,18 +91,52 @@ class States(NamedTuple):
 
 
 class Decay(NamedTuple):
-    """The logs, and what their gradient is made of and goes to: each None where it is not asked for.
+    """The logs, and what their gradient is made of: each None where it is not asked for.
 
-    first_s (chunks, heads_kv, M, E) and first_z (chunks, heads_kv, E) are S and z before every chunk; from_queries
-    (batch, heads, seqlen_q); gradient (blocks, batch, seqlen_k, heads_kv), a block `stride` elements.
+    first_s (chunks, heads_kv, M, E) and first_z (chunks, heads_kv, E) are S and z before every chunk. For log_gradients.py:
+    terms (blocks, 2, batch, heads_kv, the longer seqlen), `stride` elements for each of the two, of pairs within a chunk by
+    query less by key, and of keys with queries after it; both (blocks, chunks, heads_kv, M), `stride_both` elements a block, of
+    pairs with the chunk between them.
     """
 
     logs: Any
     first_s: Any
     first_z: Any
-    from_queries: Any
-    gradient: Any
+    terms: Any
+    both: Any
     stride: Any
+    stride_both: Any
+
+
+class Bases(NamedTuple):
+    """Where a query head's rows begin, and their strides; what dq_kernel writes, and numbers."""
+
+    q: Any
+    stride_q: Any
+    k: Any
+    stride_k: Any
+    v: Any
+    stride_v: Any
+    dout: Any
+    stride_o: Any
+    norm: Any
+    delta: Any
+    dq: Any
+    seqlen: Any
+    head: Any
+    heads: Any
+    scale: Any
+
+
+class Kept(NamedTuple):
+    """What dq_kernel leaves for the decay's gradient: see `Decay`; and what queries give of keys before their chunk."""
+
+    first_s: Any
+    first_z: Any
+    from_queries: Any
+    cu: Any
+    seqlen_k: Any
+    group: Any
 
 
 # What dq_kernel computes of a block of E: delta sums over E, so several blocks need it known before any dQ.
@@ -102,9 +146,9 @@ GIVEN_DELTA = tl.constexpr(2)  # dQ from delta
 
 _PLAIN = [
     "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "s_out_ptr", "z_out_ptr", "flags_ptr", "lengths_ptr", "cu_ptr",
-    "decay_ptr", "first_z_ptr", "from_queries_ptr", "ddecay_ptr",
+    "decay_ptr", "sums_ptr", "first_z_ptr", "from_queries_ptr", "terms_ptr", "both_ptr",
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
-    "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_block",
+    "stride_ob", "stride_os", "stride_oh", "stride_gb", "stride_gs", "stride_gh", "stride_terms", "stride_both",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads", "heads_kv", "group", "batches",
 ]  # fmt: skip
 
@@ -125,6 +169,7 @@ def dq_kernel(
     lengths_ptr,
     cu_ptr,
     decay_ptr,
+    sums_ptr,
     first_s_ptr,
     first_z_ptr,
     from_queries_ptr,
@@ -164,6 +209,7 @@ def dq_kernel(
     PART: tl.constexpr,
     PER_SLOT: tl.constexpr,
     COLUMNS: tl.constexpr,
+    A_HEAD: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -189,6 +235,7 @@ def dq_kernel(
     at = place(slot, cu_ptr, lengths_ptr, sequences, segments, segment, seqlen_q, seqlen_k)
     DECAY: tl.constexpr = decay_ptr is not None
     DECAY_GRAD: tl.constexpr = first_s_ptr is not None and PART != PARTIAL_DELTA
+    WITH_Z: tl.constexpr = NORMALIZE or first_z_ptr is not None
     stop = at.rows_q
     if DECAY_GRAD:
         stop = tl.maximum(stop, at.len_k)
@@ -202,41 +249,103 @@ def dq_kernel(
     e = block * BE + tl.arange(0, BE)
     m = tl.arange(0, DM)
     rows = n.to(tl.int64) if WIDE else n
-    dtype = v_ptr.dtype.element_ty
     q_base = head_base(Source(q_ptr, stride_qb, stride_qs, stride_qh), at, head, UNIT)
     k_base = head_base(Source(k_ptr, stride_kb, stride_ks, stride_kh), at, head_kv, UNIT)
     v_base = head_base(Source(v_ptr, stride_vb, stride_vs, stride_vh), at, head_kv, UNIT)
     do_base = head_base(Source(dout_ptr, stride_ob, stride_os, stride_oh), at, head, UNIT)
-    norm_base = row_base(norm_ptr, at, head, heads, seqlen_q) if NORMALIZE else norm_ptr
+    norm_base, delta_base = norm_ptr, delta_ptr
     if NORMALIZE:
+        norm_base = row_base(norm_ptr, at, head, heads, seqlen_q)
         delta_base = row_base(delta_ptr, at, head, heads, seqlen_q)
         if PART == PARTIAL_DELTA:
             delta_base += block.to(tl.int64) * batches * heads * seqlen_q
+    ROWS: tl.constexpr = A_HEAD or sums_ptr is not None
+    fades = Fading(decay_ptr, stride_gs, sums_ptr, None, None, None)
     if DECAY:
-        tl.static_assert(CAUSAL and flags_ptr is None)
-        g_base = head_base(Source(decay_ptr, stride_gb, stride_gs, stride_gh), at, head_kv, 1)
+        tl.static_assert(CAUSAL and (ROWS or flags_ptr is None))
+        fades = fading(
+            decay_ptr, sums_ptr, stride_gb, stride_gs, stride_gh, at, head_kv, heads // group, seqlen_q, seqlen_k, A_HEAD
+        )  # fmt: skip
+    from_queries_base = from_queries_ptr
     if DECAY_GRAD:
         from_queries_base = row_base(from_queries_ptr, at, head, heads, seqlen_q)
         from_queries_base += block.to(tl.int64) * batches * heads * seqlen_q
 
     s = tl.zeros([DM, BE], tl.float32)
-    before_z = tl.zeros([BE], tl.float32)
+    z = tl.zeros([BE], tl.float32)
     if s_ptr is not None:
         lives = at.sequence < sequences
         s = tl.trans(load_state(s_ptr, state_index, lives, e, m, E, M))
-        before_z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
+        z = tl.load(z_ptr + state_index * E + e, mask=(e < E) & lives, other=0.0)
     if flags_ptr is not None:
         tl.static_assert(not NORMALIZE)
         last = at.first + segment >= at.rows_q
-        own_s, own_z = own_sums(
+        own_s, own_z, passed = own_sums(
             k_base, v_base, at.first, tl.where(last, 0, tl.minimum(at.len_k, stop)), e, m, stride_ks * UNIT, stride_vs * UNIT,
-            E, M, BE, DM, C, MAP_K, False, WIDE, STAGES,
+            fades, E, M, BE, DM, C, MAP_K, WITH_Z, DECAY, A_HEAD, WIDE, STAGES,
         )  # fmt: skip
-        s, before_z = sums_before(
-            flags_ptr + 1, own_ptr, own_s, own_z, s, before_z, slot, at.first // segment, head * blocks + block,
-            heads * blocks, BE, DM, 4 if DM * BE <= 4096 else 2,
+        s, z = sums_before(
+            flags_ptr + 1, own_ptr, own_s, own_z, passed, s, z, slot, at.first // segment, head * blocks + block,
+            heads * blocks, BE, DM, 4 if DM * BE <= 4096 else 2, DECAY,
         )  # fmt: skip
-    if DECAY:
+    bases = Bases(
+        q_base, stride_qs * UNIT, k_base, stride_ks * UNIT, v_base, stride_vs * UNIT, do_base, stride_os * UNIT,
+        norm_base, delta_base, dq_ptr, seqlen_q, head, heads, scale,
+    )  # fmt: skip
+    kept = Kept(first_s_ptr, first_z_ptr, from_queries_base, cu_ptr, seqlen_k, group)
+    if not ROWS:
+        _walk(
+            at, stop, rows, e, m, s, z, bases, fades, kept, E, M, C, MAP_Q, MAP_K, CAUSAL, NORMALIZE, PART, COLUMNS,
+            EXACT if DECAY else NONE, A_HEAD, STAGES,
+        )  # fmt: skip
+    elif steep(fades.sums, fades.constant, at.first, stop, fades.rows, C, A_HEAD):
+        _walk(
+            at, stop, rows, e, m, s, z, bases, fades, kept, E, M, C, MAP_Q, MAP_K, CAUSAL, NORMALIZE, PART, COLUMNS, EXACT,
+            A_HEAD, 1,
+        )  # fmt: skip
+    else:
+        _walk(
+            at, stop, rows, e, m, s, z, bases, fades, kept, E, M, C, MAP_Q, MAP_K, CAUSAL, NORMALIZE, PART, COLUMNS, BY_ROWS,
+            A_HEAD, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _walk(
+    at,
+    stop,
+    rows,
+    e,
+    m,
+    s,
+    z,
+    x,
+    fades,
+    kept_ptrs,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    MAP_Q: tl.constexpr,
+    MAP_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PART: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FADES: tl.constexpr,
+    A_HEAD: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """dQ of tokens at.first to stop, and what else `dq_kernel` leaves."""
+    BE: tl.constexpr = e.shape[0]
+    DM: tl.constexpr = m.shape[0]
+    DECAY: tl.constexpr = FADES != NONE
+    DECAY_GRAD: tl.constexpr = kept_ptrs.first_s is not None and PART != PARTIAL_DELTA
+    WITH_Z: tl.constexpr = NORMALIZE or (DECAY_GRAD and kept_ptrs.first_z is not None)
+    n = tl.arange(0, C)
+    dtype = x.v.dtype.element_ty
+    scale, head, heads = x.scale, x.head, x.heads
+    before_z = z
+    if FADES == EXACT:
         z = before_z
     elif COLUMNS:
         z = tl.zeros([BE, 16], tl.float32) + before_z[:, None]
@@ -248,28 +357,43 @@ def dq_kernel(
         s_operand, s_factor = operand(s, dtype)
     see = n[:, None] >= n[None, :]
     below = tl.where(see, 1.0, 0.0).to(dtype)
+    if FADES == BY_ROWS:
+        tail = tl.full([], 1.0, tl.float32)
 
     for t in tl.range(at.first, stop, C, num_stages=STAGES):
-        dout = load_chunk(do_base, t, rows, m, stride_os * UNIT, at.len_q, M, M == DM)
+        dout = load_chunk(x.dout, t, rows, m, x.stride_o, at.len_q, M, M == DM)
         if CAUSAL:
-            v = load_chunk(v_base, t, rows, m, stride_vs * UNIT, at.len_k, M, M == DM)
-            if DECAY:
-                fk = load_for_both(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
+            v = load_chunk(x.v, t, rows, m, x.stride_v, at.len_k, M, M == DM)
+            if FADES == EXACT:
+                fk = load_for_both(x.k, t, rows, at.len_k, e, x.stride_k, E, E % BE == 0, MAP_K, True)
             else:
-                fk = load_operand(k_base, t, rows, at.len_k, e, stride_ks * UNIT, E, E % BE == 0, MAP_K, True)
+                fk = load_operand(x.k, t, rows, at.len_k, e, x.stride_k, E, E % BE == 0, MAP_K, True)
+            since = tl.full([C], 1.0, tl.float32)
+            if FADES == BY_ROWS:
+                sums = chunk_sums(fades.sums, fades.constant, t, n, fades.rows, fades.length, A_HEAD)
+                fk = weighed(fk, exp2(sums.middle - sums.each))
+                since, left = exp2(sums.each - sums.middle), exp2(sums.each) * tail
+                kept = exp2(sums.middle) * tail
+                before = tail
+                tail = exp2(sums.last - sums.middle)
             w = dot(dout, tl.trans(v), None)
-            if DECAY:
-                logs = load_logs(g_base, t, n, stride_gs, at.len_k)
+            if FADES == EXACT:
+                logs = load_logs(fades.logs, t, n, fades.stride, at.len_k)
                 left, kept = left_at(logs), exp(logs.all_high)
                 pairs = left_by_rows(logs)
                 w *= pairs
                 joining = faded(fk, left_at_end(logs))
+                before = 1.0
             s_operand, s_factor = operand(s, dtype)
             if DECAY_GRAD:
-                chunk = chunk_of(at, t, cu_ptr, tl.maximum(seqlen_q, seqlen_k), C) * (heads // group) + head_kv
-                own = first_s_ptr + chunk * (E * M) + (m[:, None] * E + e[None, :])
-                inside = (m < M)[:, None] & (e < E)[None, :] & (head % group == 0)
-                tl.store(own, s.to(first_s_ptr.dtype.element_ty), mask=inside)
+                longest = tl.maximum(x.seqlen, kept_ptrs.seqlen_k)
+                heads_kv, first = heads // kept_ptrs.group, head % kept_ptrs.group == 0
+                chunk = chunk_of(at, t, kept_ptrs.cu, longest, C) * heads_kv + head // kept_ptrs.group
+                own = kept_ptrs.first_s + chunk * (E * M) + (m[:, None] * E + e[None, :])
+                inside = (m < M)[:, None] & (e < E)[None, :] & first
+                tl.store(own, (s * before).to(kept_ptrs.first_s.dtype.element_ty), mask=inside)
+            if FADES == BY_ROWS:
+                joining = fk
             if DECAY:
                 s = dot(tl.trans(v), joining, s * kept)
             else:
@@ -277,50 +401,67 @@ def dq_kernel(
         g = times(dot(dout, s_operand, None), s_factor, dtype)
         if DECAY:
             g *= left[:, None]
-        if CAUSAL and not DECAY_GRAD:
-            g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
+        if CAUSAL:
+            within = tl.where(see, w * (since * -1.0)[:, None], 0.0).to(dtype)
+            if not DECAY_GRAD:
+                g -= dot(within, fk, None)
         if NORMALIZE or MAP_Q != IDENTITY or DECAY_GRAD:
             # Rounded as in the forward pass: delta then cancels what it must.
-            fq = load_operand(q_base, t, rows, at.len_q, e, stride_qs * UNIT, E, E % BE == 0, MAP_Q, False).to(tl.float32)
+            fq = load_operand(x.q, t, rows, at.len_q, e, x.stride_q, E, E % BE == 0, MAP_Q, False).to(tl.float32)
         if DECAY_GRAD:
-            tl.store(first_z_ptr + chunk * E + e, z, mask=(e < E) & (head % group == 0))
             from_queries = tl.sum(fq * g, 1)
-            g -= dot(tl.where(see, w * -1.0, 0.0).to(dtype), fk, None)
+            g -= dot(within, fk, None)
+        if WITH_Z and DECAY:
+            if FADES == EXACT:
+                z_row = z
+            elif COLUMNS:
+                z_row = tl.sum(z, 1) / 16
+            else:
+                z_row = tl.sum(z, 0) / C
+            if DECAY_GRAD:
+                tl.store(kept_ptrs.first_z + chunk * E + e, z_row * before, mask=(e < E) & first)
         if NORMALIZE:
             live = t + n < at.rows_q
-            factor = scale / tl.load(norm_base + t + n, mask=live, other=1.0)
+            factor = scale / tl.load(x.norm + t + n, mask=live, other=1.0)
             if PART == GIVEN_DELTA:
-                delta = tl.load(delta_base + t + n, mask=live, other=0.0)
+                delta = tl.load(x.delta + t + n, mask=live, other=0.0)
             else:
                 delta = factor * tl.sum(fq * g, 1)
-                tl.store(delta_base + t + n, delta, mask=live)
+                tl.store(x.delta + t + n, delta, mask=live)
             if DECAY_GRAD:
-                from_queries = (from_queries - delta * left * tl.sum(fq * z[None, :], 1)) * factor
-            if DECAY:
-                sums = left[:, None] * z[None, :] + dot(tl.where(see, pairs, 0.0).to(dtype), fk, None)
+                from_queries = (from_queries - delta * left * tl.sum(fq * z_row[None, :], 1)) * factor
+            if FADES == EXACT:
+                sums_z = left[:, None] * z[None, :] + dot(tl.where(see, pairs, 0.0).to(dtype), fk, None)
+            elif DECAY:
+                sums_z = dot(below, fk, None) * since[:, None] + left[:, None] * z_row[None, :]
             elif COLUMNS:
-                sums = tl.zeros([C, BE], tl.float32) + (tl.sum(z, 1) / 16)[None, :]
+                sums_z = tl.zeros([C, BE], tl.float32) + (tl.sum(z, 1) / 16)[None, :]
                 if CAUSAL:
-                    sums += dot(below, fk, None)
+                    sums_z += dot(below, fk, None)
                     z = dot(tl.trans(fk), ones, z)
             elif CAUSAL:
-                sums = dot(below, fk, z)
+                sums_z = dot(below, fk, z)
                 z = dot(ones, fk, z)
             else:
-                sums = z
-            g = (g - delta[:, None] * sums) * factor[:, None]
+                sums_z = z
+            g = (g - delta[:, None] * sums_z) * factor[:, None]
         else:
             g *= scale
             if DECAY_GRAD:
                 from_queries *= scale
-        if DECAY and (NORMALIZE or DECAY_GRAD):
-            z = z * kept + tl.sum(joining.to(tl.float32), 0)
+        if WITH_Z and DECAY:
+            if FADES == EXACT:
+                z = z * kept + tl.sum(joining.to(tl.float32), 0)
+            elif COLUMNS:
+                z = dot(tl.trans(fk), ones, z * kept)
+            else:
+                z = dot(ones, fk, z * kept)
         if PART != PARTIAL_DELTA:
             if MAP_Q != IDENTITY:
                 g = through_map(g, fq, MAP_Q)
-            store_chunk(dq_ptr, at, seqlen_q, head, heads, t, n, e, g, at.rows_q, E, E % BE == 0)
+            store_chunk(x.dq, at, x.seqlen, head, heads, t, n, e, g, at.rows_q, E, E % BE == 0)
         if DECAY_GRAD:
-            tl.store(from_queries_base + t + n, from_queries, mask=t + n < at.rows_q)
+            tl.store(kept_ptrs.from_queries + t + n, from_queries, mask=t + n < at.rows_q)
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -340,10 +481,11 @@ def dkdv_kernel(
     lengths_ptr,
     cu_ptr,
     decay_ptr,
+    sums_ptr,
     first_s_ptr,
     first_z_ptr,
-    from_queries_ptr,
-    ddecay_ptr,
+    terms_ptr,
+    both_ptr,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -359,7 +501,8 @@ def dkdv_kernel(
     stride_gb,
     stride_gs,
     stride_gh,
-    stride_block,
+    stride_terms,
+    stride_both,
     sequences,
     segments,
     segment,
@@ -383,6 +526,7 @@ def dkdv_kernel(
     WITH_DV: tl.constexpr,
     PAIRED: tl.constexpr,
     PER_SLOT: tl.constexpr,
+    A_HEAD: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -429,16 +573,71 @@ def dkdv_kernel(
         seqlen_k,
     )
     states = States(state_index, at.sequence < sequences, s_ptr, z_ptr, s_out_ptr, z_out_ptr)
-    logs = Source(decay_ptr, stride_gb, stride_gs, stride_gh)
-    decay = Decay(logs, first_s_ptr, first_z_ptr, from_queries_ptr, ddecay_ptr, stride_block)
+    ROWS: tl.constexpr = A_HEAD or sums_ptr is not None
+    fades = Fading(decay_ptr, stride_gs, sums_ptr, None, None, None)
+    if decay_ptr is not None:
+        fades = fading(
+            decay_ptr, sums_ptr, stride_gb, stride_gs, stride_gh, at, head_kv, heads_kv, seqlen_q, seqlen_k, A_HEAD
+        )  # fmt: skip
+    decay = Decay(fades, first_s_ptr, first_z_ptr, terms_ptr, both_ptr, stride_terms, stride_both)
     arguments = (at, stop, block, head_kv, heads_kv, tensors, states, decay, dk_ptr, dv_ptr, lengths_ptr, cu_ptr, scale)
-    # A tuple would not keep constants.
-    if not PAIRED:
-        _gradients(*arguments, WITH_DK, WITH_DV, E, M, BE, BM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, UNIT, WIDE, STAGES)
-    elif which == 0:
-        _gradients(*arguments, True, False, E, M, BE, DM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, UNIT, WIDE, STAGES)
+    # Tuples would not keep constants.
+    if not ROWS:
+        _parts(
+            arguments, which, WITH_DK, WITH_DV, PAIRED, E, M, BE, BM, DE, DM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE,
+            NONE if decay_ptr is None else EXACT, A_HEAD, UNIT, WIDE, STAGES,
+        )  # fmt: skip
+    elif steep(fades.sums, fades.constant, at.first, stop, fades.rows, C, A_HEAD):
+        _parts(
+            arguments, which, WITH_DK, WITH_DV, PAIRED, E, M, BE, BM, DE, DM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE,
+            EXACT, A_HEAD, UNIT, WIDE, 1,
+        )  # fmt: skip
     else:
-        _gradients(*arguments, False, True, E, M, DE, BM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, UNIT, WIDE, STAGES)
+        _parts(
+            arguments, which, WITH_DK, WITH_DV, PAIRED, E, M, BE, BM, DE, DM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE,
+            BY_ROWS, A_HEAD, UNIT, WIDE, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _parts(
+    arguments,
+    which,
+    WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr,
+    PAIRED: tl.constexpr,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    BE: tl.constexpr,
+    BM: tl.constexpr,
+    DE: tl.constexpr,
+    DM: tl.constexpr,
+    C: tl.constexpr,
+    GROUP: tl.constexpr,
+    MAP_Q: tl.constexpr,
+    MAP_K: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    FADES: tl.constexpr,
+    A_HEAD: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """What a program of dkdv_kernel computes, `which` of two where they are PAIRED."""
+    if not PAIRED:
+        _gradients(
+            *arguments, WITH_DK, WITH_DV, E, M, BE, BM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, FADES, A_HEAD, UNIT, WIDE,
+            STAGES,
+        )  # fmt: skip
+    elif which == 0:
+        _gradients(
+            *arguments, True, False, E, M, BE, DM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, FADES, A_HEAD, UNIT, WIDE, STAGES
+        )  # fmt: skip
+    else:
+        _gradients(
+            *arguments, False, True, E, M, DE, BM, C, GROUP, MAP_Q, MAP_K, CAUSAL, NORMALIZE, FADES, A_HEAD, UNIT, WIDE, STAGES
+        )  # fmt: skip
 
 
 @triton.jit
@@ -468,6 +667,8 @@ def _gradients(
     MAP_K: tl.constexpr,
     CAUSAL: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    FADES: tl.constexpr,
+    A_HEAD: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -482,23 +683,25 @@ def _gradients(
     v_base = head_base(tensors.v, at, head_kv, UNIT)
 
     ds = tl.zeros([BM, BE], tl.float32)
-    DECAY: tl.constexpr = decay.logs.pointer is not None
+    DECAY: tl.constexpr = FADES != NONE
+    fades = decay.logs
     # With dK, whose products it needs.
-    DECAY_GRAD: tl.constexpr = WITH_DK and decay.gradient is not None
-    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it. With a decay one row, by sums.
-    dz = tl.zeros([1 if DECAY else C, BE], tl.float32)
+    DECAY_GRAD: tl.constexpr = WITH_DK and decay.terms is not None
+    # The negative of dz, as products with delta's rows give it: rows r and r + 8 add up to it. By weights of pairs one row, by
+    # sums.
+    dz = tl.zeros([1 if FADES == EXACT else C, BE], tl.float32)
     if states.s is not None:
         ds = tl.trans(load_state(states.s, states.index, states.lives, e, m, E, M))
     if states.z is not None:
         first = tl.load(states.z + states.index * E + e, mask=(e < E) & states.lives, other=0.0)
-        if DECAY:
+        if FADES == EXACT:
             dz -= first[None, :]
         else:
             dz -= tl.where((n // 8 % 2 == 0)[:, None], first[None, :], 0.0)
 
     chunks = tl.cdiv(tl.maximum(stop - at.first, 0), C)
-    if DECAY:
-        g_base = head_base(decay.logs, at, head_kv, 1)
+    if FADES == BY_ROWS:
+        tail = tl.full([], 1.0, tl.float32)
     # A left factor of dv, so carried as in the forward kernel.
     CARRIED: tl.constexpr = (WITH_DV or DECAY_GRAD) and MAP_K != IDENTITY
     if CARRIED:
@@ -516,12 +719,22 @@ def _gradients(
             v = load_chunk(v_base, t, rows, m, tensors.v.stride_s * UNIT, at.len_k, M, M % BM == 0)
         pairs = None
         left = None
-        if DECAY:
-            logs = load_logs(g_base, t, n, decay.logs.stride_s, at.len_k)
+        since = None
+        after_this = 1.0
+        if FADES == BY_ROWS:
+            sums = chunk_sums(fades.sums, fades.constant, t, n, fades.rows, fades.length, A_HEAD)
+            since = exp2(sums.each - sums.middle)
+            pairs = exp2(sums.middle - sums.each)[:, None]
+            left_of_keys = exp2(sums.last - sums.each) * tail
+            kept = exp2(sums.last - sums.middle) * tail
+            after_this = tail
+            tail = exp2(sums.middle)
+        elif DECAY:
+            logs = load_logs(fades.logs, t, n, fades.stride, at.len_k)
             pairs, left, kept = left_by_columns(logs), left_at(logs), exp(logs.all_high)
             left_of_keys = left_at_end(logs)
         if DECAY_GRAD:
-            from_queries, to_keys = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+            by_query, by_key = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
         # What this chunk's queries give, negative.
         dk = tl.zeros([C, BE], tl.float32)
         dv = tl.zeros([C, BM], tl.float32)
@@ -532,26 +745,26 @@ def _gradients(
             for g in tl.range(0, GROUP, num_stages=STAGES):
                 head = head_kv * GROUP + g
                 f, wide, delta, dout, common = _weights(
-                    at, head, heads_kv * GROUP, t, rows, e, m, tensors, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT
+                    at, head, heads_kv * GROUP, t, rows, e, m, tensors, since, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT
                 )
                 if WITH_DV:
                     dv = _to_values(dv, fk, f, dout, pairs, common, C)
                 if WITH_DK:
                     dk, w = _to_keys(dk, v, f, dout, delta, pairs, common, C, NORMALIZE)
-                    if NORMALIZE and DECAY:
+                    if NORMALIZE and FADES == EXACT:
                         next_dz += tl.sum(wide * (delta * left * common)[:, None], 0)[None, :]
                     elif NORMALIZE:
                         next_dz = _to_sums(next_dz, w, f, delta, common, C)
                 if DECAY_GRAD:
-                    by_query, by_key = _met(fk, f, w, common, C)
-                    from_queries += by_query + _from_queries(decay, at, block, head, heads_kv * GROUP, t, tensors.seqlen_q, C)
-                    to_keys += by_key
-                if DECAY:
+                    of_head = _met(fk, f, w, common, C)
+                    by_query += of_head[0]
+                    by_key += of_head[1]
+                if FADES == EXACT:
                     f = faded(wide, left).to(dtype)
                 next_ds = _to_state(next_ds, f, dout, common)
         if CAUSAL and GROUP == 1:
             f, wide, delta, dout, common = _weights(
-                at, head_kv, heads_kv, t, rows, e, m, tensors, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT
+                at, head_kv, heads_kv, t, rows, e, m, tensors, since, scale, E, M, BE, BM, C, MAP_Q, NORMALIZE, UNIT
             )
         # One gradient after the other, so that few accumulators live at once.
         if WITH_DV:
@@ -567,23 +780,33 @@ def _gradients(
                 dk, w = _to_keys(dk, v, f, dout, delta, pairs, common, C, NORMALIZE)
             if DECAY:
                 after = times(dot(v, ds_operand, None), ds_factor, dtype)
-                if NORMALIZE or states.z is not None:
+                if (NORMALIZE or states.z is not None) and FADES == EXACT:
                     after -= dz
+                elif NORMALIZE or states.z is not None:
+                    after -= _pairs_of_rows(dz)
                 after *= left_of_keys[:, None]
                 if DECAY_GRAD:
                     if CAUSAL and GROUP == 1:
-                        from_queries, to_keys = _met(fk, f, w, common, C)
-                        from_queries += _from_queries(decay, at, block, head_kv, heads_kv, t, tensors.seqlen_q, C)
+                        by_query, by_key = _met(fk, f, w, common, C)
                     chunk = chunk_of(at, t, cu_ptr, tl.maximum(tensors.seqlen_q, tensors.seqlen_k), C) * heads_kv + head_kv
                     inside = (m < M)[:, None] & (e < E)[None, :]
-                    first_s = tl.load(decay.first_s + chunk * (E * M) + m[:, None] * E + e[None, :], mask=inside, other=0.0)
-                    both = tl.sum(tl.sum(ds * first_s.to(tl.float32), 1), 0)
-                    if NORMALIZE or states.z is not None:
+                    own = decay.first_s + chunk * (E * M) + m[:, None] * E + e[None, :]
+                    both = tl.sum(ds * tl.load(own, mask=inside, other=0.0).to(tl.float32), 1)
+                    if (NORMALIZE or states.z is not None) and decay.first_z is not None:
                         first_z = tl.load(decay.first_z + chunk * E + e, mask=e < E, other=0.0)
-                        both -= tl.sum(tl.sum(dz, 0) * first_z, 0)
-                    of_keys = tl.sum(fk.to(tl.float32) * after, 1)
-                    found = tl.cumsum(from_queries - to_keys, 0, reverse=True) + (tl.cumsum(of_keys, 0) - of_keys)
-                    _store_logs(decay, at, block, head_kv, heads_kv, t, logs, found + both * kept, tensors.seqlen_k, C)
+                        of_z = tl.sum(tl.sum(dz, 0) * first_z, 0) * (1.0 if FADES == EXACT else 2.0 / C)
+                        both -= tl.where(m == 0, of_z, 0.0)
+                    if FADES == BY_ROWS:
+                        both *= after_this * exp2(sums.last)
+                    else:
+                        both *= kept
+                    to = decay.both + tl.cast(decay.stride_both, tl.int64) * block + chunk * M + m
+                    tl.store(to, both, mask=m < M)
+                    line = (at.batch * heads_kv + head_kv) * tl.maximum(tensors.seqlen_q, tensors.seqlen_k) + at.start
+                    to = decay.terms + 2 * tl.cast(decay.stride, tl.int64) * block + line + t + n
+                    live = t + n < fades.rows
+                    tl.store(to, by_query - by_key, mask=live)
+                    tl.store(to + decay.stride, tl.sum(fk.to(tl.float32) * after, 1), mask=live)
                 dk = after - dk
             else:
                 dk = times(dot(v, ds_operand, None), ds_factor, dtype) - dk
@@ -599,11 +822,11 @@ def _gradients(
             store_chunk(dk_ptr, at, tensors.seqlen_k, head_kv, heads_kv, t, n, e, dk, at.rows_k, E, E % BE == 0)
         if CAUSAL and GROUP == 1:
             if DECAY:
-                ds = _to_state(ds * kept, faded(wide, left).to(dtype), dout, common)
+                ds = _to_state(ds * kept, faded(wide, left).to(dtype) if FADES == EXACT else f, dout, common)
                 dz *= kept
             else:
                 ds = _to_state(ds, f, dout, common)
-            if WITH_DK and NORMALIZE and DECAY:
+            if WITH_DK and NORMALIZE and FADES == EXACT:
                 dz += tl.sum(wide * (delta * left * common)[:, None], 0)[None, :]
             elif WITH_DK and NORMALIZE:
                 dz = _to_sums(dz, w, f, delta, common, C)
@@ -614,11 +837,12 @@ def _gradients(
             t = tl.maximum(t - C, at.first)
             fk = load_operand(k_base, t, rows, at.len_k, e, tensors.k.stride_s * UNIT, E, E % BE == 0, MAP_K, True)
 
+    if FADES == BY_ROWS:
+        ds, dz = ds * tail, dz * tail
     if WITH_DK and states.s_out is not None:
         store_state(states.s_out, states.index, states.lives, e, m, tl.trans(ds), E, M)
-        tl.store(
-            states.z_out + states.index * E + e, tl.sum(dz, 0) * (-1.0 if DECAY else -2.0 / C), mask=(e < E) & states.lives
-        )
+        sums_dz = tl.sum(dz, 0) * (-1.0 if FADES == EXACT else -2.0 / C)
+        tl.store(states.z_out + states.index * E + e, sums_dz, mask=(e < E) & states.lives)
 
 
 @triton.jit
@@ -631,6 +855,7 @@ def _weights(
     e,
     m,
     tensors,
+    since,
     scale,
     E: tl.constexpr,
     M: tl.constexpr,
@@ -642,6 +867,8 @@ def _weights(
     UNIT: tl.constexpr,
 ):
     """f over a power of two, as an operand and in fp32, delta, dO and the power, of a chunk's queries of one head.
+
+    Rows of f are weighed by `since`, unless that is None.
 
     Quotients by large norms would vanish in fp16: a power of two that they have in common stays outside.
     """
@@ -655,6 +882,8 @@ def _weights(
     factor = tl.full([C], 1.0, tl.float32) * scale
     if NORMALIZE:
         factor = scale / tl.load(row_base(tensors.norm, at, head, heads, tensors.seqlen_q) + t + n, mask=live, other=1.0)
+    if since is not None:
+        factor *= since
     f = fq * factor[:, None]
     common = 1.0
     if dtype == tl.float16:
@@ -725,23 +954,6 @@ def _met(fk, f, w, common, C: tl.constexpr):
     met = dot(fk, tl.trans(f), None) * w.to(tl.float32) * -common
     met = tl.where(n[:, None] < n[None, :], met, 0.0)
     return tl.sum(met, 0), tl.sum(met, 1)
-
-
-@triton.jit
-def _from_queries(decay, at, block, head, heads, t, seqlen_q, C: tl.constexpr):
-    """What the chunk's queries of one head give of keys before the chunk, for the first block to add."""
-    rows = t + tl.arange(0, C)
-    inside = (rows < at.rows_q) & (block == 0)
-    return tl.load(row_base(decay.from_queries, at, head, heads, seqlen_q) + rows, mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_logs(decay, at, block, head, heads, t, logs, found, seqlen_k, C: tl.constexpr):
-    """The gradients of a chunk's logs, by this block of E; 0 where all is forgotten, whatever rounding left of its terms."""
-    rows = t + tl.arange(0, C)
-    found = tl.where((exp(logs.own) == 0.0) | (rows >= at.len_k), 0.0, found)
-    base = decay.gradient + block.to(tl.int64) * decay.stride + (at.batch * seqlen_k + at.start) * heads + head
-    tl.store(base + rows.to(tl.int64) * heads, found, mask=rows < at.rows_k)
 
 
 @triton.jit

@@ -36,6 +36,8 @@ class Variant(NamedTuple):
     wide: bool  # offsets within a chunk pass 31 bits
     direct: bool  # pointers are aligned to 16 bytes and all integers fit 32 bits: every launch fits one binary
     decay: bool
+    a_head: bool  # a decay is one constant a head, and weighed in rows
+    by_rows: bool  # a decay is weighed in rows
     present: tuple[bool, ...]  # which optional arguments there are
     device: int | None  # None: the interpreter
 
@@ -73,6 +75,7 @@ class Tensors(NamedTuple):
     decay: Tensor | None
     lengths: Tensor | None
     cu: Tensor | None
+    sums: Tensor | None = None  # of the decay's logs, where they are weighed in rows
 
     @classmethod
     def of(cls, c: LinearCall) -> Tensors:
@@ -112,7 +115,9 @@ class Call:
         q, k, v = c.q, c.k, c.v
         inputs = [t for t in (q, k, v, dout) if t is not None]
         mapped = c.map_q != "identity" or c.map_k != "identity"
-        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped, c.decay is not None)
+        fades = c.decay is not None
+        kind = fades, c.decay_grad, _weighed_by_rows(c)
+        tiling = config(v.dtype, q.shape[3], v.shape[3], capability(q.device), c.normalize, mapped, *kind)
         strides = [t.stride()[:3] for t in inputs]
         unit = UNIT
         for group in strides:
@@ -124,6 +129,7 @@ class Call:
         strides_g = None if c.decay is None else c.decays().stride()
         in_units = [tuple(s // unit for s in group) for group in strides]
         aligned = all(t.data_ptr() % 16 == 0 for t in inputs)
+        by_rows = fades and tiling.by_rows
         small = max(seqlen_q, seqlen_k) < _WHOLE and all(abs(s) < 2**31 for group in in_units for s in group)
         if strides_g is not None:
             small = small and max(abs(s) for s in strides_g) < 2**31
@@ -140,7 +146,10 @@ class Call:
                 unit=unit,
                 wide=any(abs(group[1]) * longest >= 2**31 for group in strides),
                 direct=aligned and small,
-                decay=c.decay is not None,
+                decay=fades,
+                # With a gradient its logs are those of tokens: the kernels are then the same.
+                a_head=by_rows and c.decay is not None and c.decay.ndim == 1 and not c.decay_grad,
+                by_rows=by_rows,
                 present=(c.s is not None, c.lengths is not None, c.cu_seqlens is not None, *flags),
                 device=q.device.index,
             ),
@@ -186,8 +195,8 @@ class Call:
 
     def looks_back(self, programs: int) -> bool:
         """Whether segments find the states before them by looking back, in one launch, where `programs` walk a sequence."""
-        # States that fade would have to be looked back on with their segments' logs.
-        same = not self.variant.decay and self.variant.causal and self.variant.group == 1 and self.seqlen_q == self.seqlen_k
+        weighed = not self.variant.decay or self.variant.by_rows
+        same = weighed and self.variant.causal and self.variant.group == 1 and self.seqlen_q == self.seqlen_k
         short = not self.packed and self.seqlen_q <= self.config.segment
         return self.config.lookback and same and not short and not self.crowded(programs * self.sequences)
 
@@ -215,6 +224,13 @@ class Call:
         """What stands for room for `count` states of every key head."""
         e, m = self.variant.e, self.variant.m
         return self.like((count, self.heads_kv, e, m)), self.like((count, self.heads_kv, e))
+
+
+def _weighed_by_rows(c: LinearCall) -> bool:
+    """Whether rows of a call with a decay may be weighed: the kinds of calls whose results were held against fp64 on a GPU."""
+    square = c.q.shape == c.k.shape == c.v.shape and c.q.shape[3] in (64, 128, 256)
+    whole = c.lengths is None and c.cu_seqlens is None
+    return square and whole and (c.map_q, c.map_k, c.normalize) in (("identity", "identity", False), ("elu+1", "elu+1", True))
 
 
 def readable(c: LinearCall) -> LinearCall:

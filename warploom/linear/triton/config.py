@@ -45,6 +45,9 @@ class Config:
     # that leaves enough for the device.
     lookback: bool = True
     coarse: int = 1
+    # With a decay: rows and columns of tokens by tokens are weighed apart, in place of every pair; sums of its logs
+    # are single fp32 numbers, and operands pass fp16's range. Chunks of all kernels are then equal.
+    by_rows: bool = False
 
 
 def _same(t: Tiling, together: bool) -> Config:
@@ -89,8 +92,24 @@ def _hopper(width: int, normalize: bool, mapped: bool) -> Config:
     return _same(Tiling(64, 64, 8, 2), together=False)
 
 
-# With a decay; forward passes measured on an H200, bf16, the others compiled only. What fades takes registers beside the state.
-def _hopper_decay(width: int) -> Config:
+# With a decay, weighed by rows: tilings without one, but where what is left for the logs' gradient takes registers and room.
+def _hopper_decay(width: int, normalize: bool, mapped: bool, logs_grad: bool) -> Config:
+    plain = replace(_hopper(width, normalize, mapped), by_rows=True)
+    if width == 64 and logs_grad:
+        # With four warps dK and dV spill 82 words in a chunk's turn, and three chunks in flight leave room for one program.
+        return replace(plain, dq=replace(plain.dq, stages=3), dkdv=Tiling(64, 64, 8, 3), paired=False)
+    if width == 128:
+        # dK and dV apart, 1063 us against 1106 at 4 × 32 heads of 8192 tokens. For the gradient of the logs, blocks of 64
+        # columns: 2370 us against 3073 with 128, which spill.
+        plain, narrow = replace(plain, dkdv=None), Tiling(64, 64, 8, 3)
+        return replace(plain, dq=replace(narrow, columns=plain.dq.columns), dk=narrow) if logs_grad else plain
+    if logs_grad:
+        return replace(plain, dq=replace(plain.dq, stages=1), dk=replace(plain.dk, stages=1))
+    return plain
+
+
+# Elsewhere pairs are weighed, whose weights take registers and room beside the state.
+def _hopper_pairs(width: int) -> Config:
     if width == 64:
         # 66 us against 75 with eight warps, 8 × 16 heads of 2048 tokens.
         deep, flat = Tiling(64, 64, 4, 3), Tiling(64, 64, 8, 2)
@@ -140,13 +159,28 @@ _FLOAT32 = {
 
 
 @cache
-def config(dtype: torch.dtype, e: int, m: int, capability: int, normalize: bool, mapped: bool, decay: bool = False) -> Config:
-    """The variant for a dtype, dims of keys and values, a compute capability (90 for Hopper), a denominator, a map, a decay."""
+def config(
+    dtype: torch.dtype,
+    e: int,
+    m: int,
+    capability: int,
+    normalize: bool,
+    mapped: bool,
+    decay: bool = False,
+    logs_grad: bool = False,
+    by_rows: bool = True,
+) -> Config:
+    """The variant for a dtype, dims of keys and values, a compute capability (90 for Hopper), a denominator, a map, a decay.
+
+    ``logs_grad``: the decay's logs have a gradient; what the forward pass has does not depend on it. ``by_rows``: of a decay
+    rows may be weighed, in place of pairs.
+    """
     width = next(w for w in (64, 128, 256) if max(e, m) <= w)
     if dtype == torch.float32:
         return _unstaged(_FLOAT32[width]) if decay else _FLOAT32[width]
     if 90 <= capability < 120 and decay:
-        return _hopper_decay(width)
+        rows = by_rows and dtype == torch.bfloat16
+        return _hopper_decay(width, normalize, mapped, logs_grad) if rows else _hopper_pairs(width)
     if 90 <= capability < 120:
         return _hopper(width, normalize, mapped)
     return _unstaged(_AMPERE[width]) if decay else _AMPERE[width]

@@ -12,6 +12,7 @@ from torch import Tensor
 from warploom.linear.triton.backward_kernels import GIVEN_DELTA, PARTIAL_DELTA, WHOLE, dkdv_kernel, dq_kernel
 from warploom.linear.triton.call import NO_STATES, Call, States, Tensors, Variant, block_of, dims, new
 from warploom.linear.triton.config import Tiling, padded
+from warploom.linear.triton.log_gradients import log_gradients_kernel
 from warploom.linear.triton.options import kind, maps, tile
 from warploom.linear.triton.states import prefixes, room, suffixes
 from warploom.runtime.triton_launch import Launch
@@ -21,11 +22,11 @@ class Pieces(NamedTuple):
     """What the decay's gradient is made of: see `Decay` in backward_kernels.py."""
 
     first_s: Tensor
-    first_z: Tensor
+    first_z: Tensor | None  # where dz may be other than 0
     from_queries: Tensor  # (blocks of dQ's kernel, batch, heads, seqlen_q)
 
     @classmethod
-    def like(cls, call: Call) -> Pieces:
+    def like(cls, call: Call, with_z: bool) -> Pieces:
         """What stands for them."""
         variant, tiling = call.variant, call.config.dq
         chunks, blocks = call.chunks(tiling.chunk), -(-variant.e // block_of(variant.e, tiling.block))
@@ -33,24 +34,26 @@ class Pieces(NamedTuple):
         narrow = torch.bfloat16 if variant.dtype == torch.bfloat16 else torch.float32
         return cls(
             call.like((chunks, call.heads_kv, variant.m, variant.e), narrow),
-            call.like((chunks, call.heads_kv, variant.e)),
+            call.like((chunks, call.heads_kv, variant.e)) if with_z else None,
             call.like((blocks, call.batch, call.heads, call.seqlen_q)),
         )
 
     def new(self) -> Pieces:
-        return Pieces(*[torch.empty_like(t) for t in self])
+        first_s, first_z, from_queries = self
+        return Pieces(torch.empty_like(first_s), new(first_z), torch.empty_like(from_queries))
 
 
-def of_queries(call: Call, with_pieces: bool) -> Callable[..., Tensor | None]:
-    """What writes dq and, if asked for, `Pieces`, and returns delta, (batch, heads, seqlen_q), where the call normalizes.
+def of_queries(call: Call, pieces: Pieces | None) -> Callable[..., Tensor | None]:
+    """What writes dq and, if there are such, `Pieces`, and returns delta, (batch, heads, seqlen_q), where the call normalizes.
 
     It takes the call's tensors, dout, dq, norm and the pieces.
     """
     variant, tiling = call.variant, call.config.dq
+    with_pieces, with_z = pieces is not None, pieces is not None and pieces.first_z is not None
     blocks = -(-variant.e // block_of(variant.e, tiling.block))
     programs = call.heads * blocks
     # With a denominator too many registers hold what waits: 98 against 116 us at 16 heads of 16384 tokens, D64.
-    looks_back = call.looks_back(programs) and not variant.normalize
+    looks_back = call.looks_back(programs) and not variant.normalize and not with_pieces
     if looks_back:
         cut, per_slot, present = call.looking_back(programs), False, call.with_state
         make_room = room(call, cut, programs, block_of(variant.e, tiling.block), padded(variant.m))
@@ -64,7 +67,7 @@ def of_queries(call: Call, with_pieces: bool) -> Callable[..., Tensor | None]:
     )
 
     def launch_of(part: int) -> Callable[..., None]:
-        launch = _dq_launch(variant, tiling, part, per_slot, (present, looks_back, with_pieces))
+        launch = _dq_launch(variant, tiling, part, per_slot, (present, looks_back, with_pieces, with_z))
         return launch.kept((cut.slots * programs, 1), rest)
 
     parted = like_delta is not None and blocks > 1
@@ -77,7 +80,7 @@ def of_queries(call: Call, with_pieces: bool) -> Callable[..., Tensor | None]:
             first, held = t.states, make_room()
         else:
             first = before.states(t, NO_STATES)
-        behind = (*first, *held, t.lengths, t.cu, t.decay, *((None, None, None) if pieces is None else pieces))
+        behind = (*first, *held, t.lengths, t.cu, t.decay, t.sums, *((None, None, None) if pieces is None else pieces))
         delta = new(like_delta)
         first_launch(t.q, t.k, t.v, dout, dq, norm, delta, *behind)
         if second_launch is None or delta is None:
@@ -89,7 +92,7 @@ def of_queries(call: Call, with_pieces: bool) -> Callable[..., Tensor | None]:
     return run
 
 
-def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool) -> Callable[..., Tensor | None]:
+def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool, with_z: bool) -> Callable[..., Tensor | None]:
     """What writes dk, dv and the gradients of the initial states, and returns that of the logs where there are pieces for it.
 
     It takes the call's tensors, dout, dk, dv, norm, delta, the gradients of the last states, of which ``last`` says which there
@@ -106,18 +109,18 @@ def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool) -> Callable[
     one_pass = cut.whole and variant.causal
     whole = config.dkdv is not None and not config.paired
     parts_e = 1 if whole else -(-variant.e // (config.dkdv or config.dk).block)
-    like_logs = call.like((parts_e, call.batch, call.seqlen_k, call.heads_kv))
-    stride = call.batch * call.seqlen_k * call.heads_kv if with_pieces else None
+    add = LogGradients(call, parts_e) if with_pieces else None
     launches = []
     for part, tiling in parts:
         writes = one_pass and "k" in part and call.with_state
         paired = config.paired and part == "kv"
         launch = _dkdv_launch(
-            variant, tiling, part, paired, after.per_slot, (*after.present, writes, with_pieces)
+            variant, tiling, part, paired, after.per_slot, (*after.present, writes, with_pieces, with_z)
         ).kept(
             (cut.slots * call.heads_kv * blocks[part] * (2 if paired else 1), 1),
             (
-                *(*call.strides_q, *call.strides_k, *call.strides_v, *call.strides_do, *call.strides_g, stride),
+                *(*call.strides_q, *call.strides_k, *call.strides_v, *call.strides_do, *call.strides_g),
+                *((None, None) if add is None else add.strides),
                 *(*call.numbers(cut), call.heads_kv, call.scale),
             ),
         )
@@ -128,25 +131,61 @@ def of_keys(call: Call, last: tuple[bool, bool], with_pieces: bool) -> Callable[
         first: States, pieces: Pieces | None,
     ) -> Tensor | None:  # fmt: skip
         states = after.states(t, dout, norm, delta, last, first)
-        kept: tuple[Tensor | None, ...] = (None, None, None, None)
-        logs = None
-        if pieces is not None:
-            from_queries = pieces.from_queries
-            from_queries = from_queries[0] if len(from_queries) == 1 else from_queries.sum(0)
-            logs = torch.empty_like(like_logs)
-            kept = (pieces.first_s, pieces.first_z, from_queries, logs)
+        left: tuple[Tensor | None, ...] = (None, None)
+        if add is not None:
+            left = add.new()
+        before = (None, None) if pieces is None else pieces[:2]
         for launch, writes in launches:
             out = first if writes else NO_STATES
-            launch(t.q, t.k, t.v, dout, dk, dv, norm, delta, *states, *out, t.lengths, t.cu, t.decay, *kept)
-        return None if logs is None else logs[0] if parts_e == 1 else logs.sum(0)
+            launch(t.q, t.k, t.v, dout, dk, dv, norm, delta, *states, *out, t.lengths, t.cu, t.decay, t.sums, *before, *left)
+        return None if add is None or pieces is None else add(t, pieces.from_queries, *left)
 
     return run
+
+
+class LogGradients:
+    """What makes the gradient of the logs of what dQ's and dK's kernels leave; of dK's kernel in so many blocks."""
+
+    def __init__(self, call: Call, blocks: int) -> None:
+        variant, chunk = call.variant, call.config.dq.chunk
+        longest, chunks = max(call.seqlen_q, call.seqlen_k), call.chunks(chunk)
+        self.strides = call.batch * call.heads_kv * longest, chunks * call.heads_kv * variant.m
+        self._terms = call.like((blocks, 2, call.batch, call.heads_kv, longest))
+        self._both = call.like((blocks, chunks, call.heads_kv, variant.m))
+        self._gradient = call.like((call.batch, call.seqlen_k, call.heads_kv))
+        cut = call.cut(call.seqlen_k, chunk)
+        blocks_q = -(-variant.e // block_of(variant.e, call.config.dq.block))
+        self._launch = _logs_launch(variant, chunk, blocks_q, blocks).kept(
+            (cut.slots * -(-call.heads_kv // _LOGS["HEADS"]), 1),
+            (
+                *(*call.strides_g, call.sequences, cut.segments, call.seqlen_q, call.seqlen_k, call.heads_kv, call.batch),
+                self.strides[1],
+            ),
+        )
+
+    def new(self) -> tuple[Tensor, Tensor]:
+        """Room for what dK's kernel leaves."""
+        return torch.empty_like(self._terms), torch.empty_like(self._both)
+
+    def __call__(self, t: Tensors, from_queries: Tensor, terms: Tensor | None, both: Tensor | None) -> Tensor:
+        gradient = torch.empty_like(self._gradient)
+        self._launch(from_queries, terms, both, t.decay, gradient, t.lengths, t.cu)
+        return gradient
+
+
+_LOGS = {"HEADS": 16, "num_warps": 4}
+
+
+@cache
+def _logs_launch(variant: Variant, chunk: int, blocks_q: int, blocks_k: int) -> Launch:
+    shapes = {"M": variant.m, "DM": padded(variant.m), "C": chunk, "GROUP": variant.group}
+    return Launch(log_gradients_kernel, {**shapes, "BLOCKS_Q": blocks_q, "BLOCKS_K": blocks_k, **_LOGS}, direct=variant.direct)
 
 
 @cache
 def _dq_launch(variant: Variant, tiling: Tiling, part: int, per_slot: bool, present: tuple[bool, ...]) -> Launch:
     shapes = dims(variant, BE=block_of(variant.e, tiling.block), DM=padded(variant.m))
-    flags = {"PART": part, "PER_SLOT": per_slot, "COLUMNS": tiling.columns}
+    flags = {"PART": part, "PER_SLOT": per_slot, "COLUMNS": tiling.columns, "A_HEAD": variant.a_head}
     options = {**shapes, **maps(variant), **kind(variant), **tile(tiling), **flags}
     return Launch(dq_kernel, options, direct=variant.direct)
 
@@ -159,5 +198,6 @@ def _dkdv_launch(
     bm = padded(variant.m) if "k" in part and not paired else block_of(variant.m, tiling.block)
     whole = {"DE": padded(variant.e), "DM": padded(variant.m)}
     flags = {"GROUP": variant.group, "WITH_DK": "k" in part, "WITH_DV": "v" in part, "PAIRED": paired, "PER_SLOT": per_slot}
+    flags["A_HEAD"] = variant.a_head
     options = {**dims(variant, BE=be, BM=bm, **whole), **maps(variant), **kind(variant), **tile(tiling), **flags}
     return Launch(dkdv_kernel, options, direct=variant.direct)

@@ -16,7 +16,7 @@ from warploom.linear.triton.config import Tiling, padded
 from warploom.linear.triton.forward_kernel import forward_kernel
 from warploom.linear.triton.gradients import Pieces, of_keys, of_queries
 from warploom.linear.triton.options import kind, maps, tile
-from warploom.linear.triton.states import prefixes, room
+from warploom.linear.triton.states import logs_summed, prefixes, room
 from warploom.linear.triton.step_kernel import step_kernel
 from warploom.runtime.device import on_device
 from warploom.runtime.likeness import like
@@ -77,17 +77,20 @@ def _forward(call: Call, return_state: bool) -> Callable[..., Results]:
         ),
     )
 
+    summed = logs_summed(call)
+
     def run(*tensors: Tensor | None) -> Results:
         t = Tensors(*tensors)  # type: ignore[arg-type]
         out, norm, last = torch.empty_like(like_out), new(like_norm), new_states(likes)
         held: States = NO_STATES
         with on_device(t.q):
+            t = summed(t)
             if looks_back:
                 first, held = t.states, make_room()
             else:
                 first = before.states(t, last)
             after = last if writes else NO_STATES
-            launch(t.q, t.k, t.v, out, norm, *first, *after, *held, t.lengths, t.cu, t.decay)
+            launch(t.q, t.k, t.v, out, norm, *first, *after, *held, t.lengths, t.cu, t.decay, t.sums)
         return out, norm, *last
 
     return run
@@ -128,8 +131,10 @@ def _backward(
     there = ds is not None, dz is not None
     call = Call.of(c, dout, there)
     likes: States = call.states(call.sequences) if call.with_state else NO_STATES
-    like_pieces = Pieces.like(call) if c.decay_grad else None
-    queries, keys = of_queries(call, c.decay_grad), of_keys(call, there, c.decay_grad)
+    with_z = call.variant.normalize or there[1]
+    like_pieces = Pieces.like(call, with_z) if c.decay_grad else None
+    queries, keys = of_queries(call, like_pieces), of_keys(call, there, c.decay_grad, c.decay_grad and with_z)
+    summed = logs_summed(call)
     sums = c.decay is not None and c.decay.ndim == 1
 
     def run(
@@ -141,6 +146,7 @@ def _backward(
         norm = None if norm is None else norm.contiguous()
         first, pieces = new_states(likes), None if like_pieces is None else like_pieces.new()
         with on_device(t.q):
+            t = summed(t)
             delta = queries(t, dout, dq, norm, pieces)
             ddecay = keys(t, dout, dk, dv, norm, delta, last, first, pieces)
         if ddecay is not None and sums:
@@ -205,7 +211,7 @@ def _step(args: StepArgs) -> Callable[..., Three]:
 @cache
 def _forward_launch(variant: Variant, tiling: Tiling, per_slot: bool, present: tuple[bool, ...]) -> Launch:
     shapes = dims(variant, DE=padded(variant.e), BM=block_of(variant.m, tiling.block))
-    options = {**shapes, **maps(variant), **kind(variant), **tile(tiling), "PER_SLOT": per_slot}
+    options = {**shapes, **maps(variant), **kind(variant), **tile(tiling), "PER_SLOT": per_slot, "A_HEAD": variant.a_head}
     return Launch(forward_kernel, options, direct=variant.direct)
 
 

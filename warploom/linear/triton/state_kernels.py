@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.numerics import exp
+from warploom.kernels.triton.logs import exp2
+from warploom.kernels.triton.numerics import LN2, exp
 from warploom.kernels.triton.operands import power_of_two
 from warploom.kernels.triton.packed import span
 from warploom.linear.triton.device import (
@@ -19,10 +20,10 @@ from warploom.linear.triton.device import (
     row_base,
     store_state,
 )
-from warploom.linear.triton.fading import faded, load_logs
+from warploom.linear.triton.fading import chunk_sums, faded, fading, load_logs
 
 _PLAIN = [
-    "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "lengths_ptr", "cu_ptr", "decay_ptr", "fading_ptr",
+    "norm_ptr", "delta_ptr", "s_ptr", "z_ptr", "lengths_ptr", "cu_ptr", "decay_ptr", "sums_ptr", "fading_ptr",
     "stride_xb", "stride_xs", "stride_xh", "stride_yb", "stride_ys", "stride_yh", "stride_gb", "stride_gs", "stride_gh",
     "sequences", "segments", "segment", "seqlen_q", "seqlen_k", "heads_kv",
 ]  # fmt: skip
@@ -39,6 +40,7 @@ def state_kernel(
     lengths_ptr,
     cu_ptr,
     decay_ptr,
+    sums_ptr,
     fading_ptr,
     stride_xb,
     stride_xs,
@@ -66,6 +68,7 @@ def state_kernel(
     BACKWARD: tl.constexpr,
     NORMALIZE: tl.constexpr,
     SKIP: tl.constexpr,
+    A_HEAD: tl.constexpr,
     UNIT: tl.constexpr,
     WIDE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -94,7 +97,9 @@ def state_kernel(
     if DECAY:
         # Keys past the last query fade what comes after them.
         tokens = tl.maximum(tl.minimum(tl.maximum(length, at.len_k) - at.first, segment), 0)
-        g_base = head_base(Source(decay_ptr, stride_gb, stride_gs, stride_gh), at, head_kv, 1)
+        fades = fading(
+            decay_ptr, sums_ptr, stride_gb, stride_gs, stride_gh, at, head_kv, heads_kv, seqlen_q, seqlen_k, A_HEAD
+        )  # fmt: skip
         passed = tl.zeros([], tl.float32)
 
     n = tl.arange(0, C)
@@ -119,8 +124,12 @@ def state_kernel(
         x_base = head_base(Source(x_ptr, stride_xb, stride_xs, stride_xh), at, head, UNIT)
         y_base = head_base(Source(y_ptr, stride_yb, stride_ys, stride_yh), at, head, UNIT)
         y = load_chunk(y_base, t, rows, m, stride_ys * UNIT, length, M, M % BM == 0)
-        if DECAY:
-            logs = load_logs(g_base, t, n, stride_gs, at.len_k)
+        if DECAY and (A_HEAD or sums_ptr is not None):
+            sums = chunk_sums(fades.sums, fades.constant, t, n, fades.rows, fades.length, A_HEAD)
+            left = exp2(passed + (sums.each if BACKWARD else sums.last - sums.each))
+            passed += tl.where(i % GROUP == GROUP - 1, sums.last, 0.0)
+        elif DECAY:
+            logs = load_logs(fades.logs, t, n, stride_gs, at.len_k)
             if BACKWARD:
                 left = exp(passed + logs.high)
             else:
@@ -158,6 +167,8 @@ def state_kernel(
     total = tl.sum(z, 0) if BACKWARD else tl.sum(z, 1) / 16
     tl.store(z_ptr + index * E + e, total, mask=(e < E) & (block == 0))
     if DECAY:
+        if A_HEAD or sums_ptr is not None:
+            passed *= LN2
         tl.store(fading_ptr + index, passed, mask=block == 0)
 
 

@@ -12,11 +12,13 @@ from torch import Tensor
 from warploom.kernels.triton.feature_maps import MAPS
 from warploom.linear.triton.call import Call, Cut, States, Tensors, Variant, block_of, dims, new, new_states
 from warploom.linear.triton.config import Tiling, padded
+from warploom.linear.triton.fading import sums_kernel
 from warploom.linear.triton.options import tile
 from warploom.linear.triton.state_kernels import scan_kernel, state_kernel
 from warploom.runtime.triton_launch import Launch
 
 # Elements of a state that one program of the scan sums; many small programs, as each walks all segments.
+_SUMMED = {"HEADS": 16, "num_warps": 2}
 _SCAN = {"BLOCK": 512, "STAGES": 4, "num_warps": 4}
 
 
@@ -105,10 +107,31 @@ def suffixes(call: Call, programs: int, last: tuple[bool, bool]) -> Segments:
     return Segments(cut, True, (True, True), each)
 
 
+def logs_summed(call: Call) -> Callable[[Tensors], Tensors]:
+    """What adds to a call's tensors the sums of its logs, where kernels weigh rows by them."""
+    variant = call.variant
+    if not variant.by_rows or variant.a_head:
+        return lambda t: t
+    chunk = call.config.forward.chunk
+    cut = call.cut(max(call.seqlen_q, call.seqlen_k), chunk)
+    like_sums = call.like((call.batch, call.heads_kv, max(call.seqlen_q, call.seqlen_k)))
+    launch = _sums_launch(chunk, variant.present[1:3], variant.direct, variant.device).kept(
+        (cut.slots * -(-call.heads_kv // _SUMMED["HEADS"]), 1),
+        (*call.strides_g, call.sequences, cut.segments, call.seqlen_q, call.seqlen_k, call.heads_kv),
+    )
+
+    def run(t: Tensors) -> Tensors:
+        sums = torch.empty_like(like_sums)
+        launch(t.decay, sums, t.lengths, t.cu)
+        return t._replace(sums=sums)
+
+    return run
+
+
 def room(call: Call, cut: Cut, programs: int, columns: int, rows: int) -> Callable[[], tuple[Tensor, Tensor]]:
     """What makes zeroed flags and a ticket, and room for a state of each program: see lookback.py."""
-    count = cut.slots * programs
-    like_flags, like_own = call.like((1 + count,), torch.int32), call.like((count * (rows + 1) * columns,))
+    count, rows = cut.slots * programs, rows + (2 if call.variant.decay else 1)
+    like_flags, like_own = call.like((1 + count,), torch.int32), call.like((count * rows * columns,))
     return lambda: (torch.zeros_like(like_flags), torch.empty_like(like_own))
 
 
@@ -125,7 +148,7 @@ def _own_states(call: Call, cut: Cut, skip: bool) -> Callable[[Tensors], Own]:
 
     def run(t: Tensors) -> Own:
         own, fading = new_states(likes), new(like_fading)
-        launch(t.k, t.v, None, None, *own, t.lengths, t.cu, t.decay, fading)
+        launch(t.k, t.v, None, None, *own, t.lengths, t.cu, t.decay, t.sums, fading)
         return own, fading
 
     return run
@@ -141,7 +164,7 @@ def _own_gradients(call: Call, cut: Cut, skip: bool) -> Callable[..., Own]:
 
     def run(t: Tensors, dout: Tensor, norm: Tensor | None, delta: Tensor | None) -> Own:
         own, fading = new_states(likes), new(like_fading)
-        launch(t.q, dout, norm, delta, *own, t.lengths, t.cu, t.decay, fading)
+        launch(t.q, dout, norm, delta, *own, t.lengths, t.cu, t.decay, t.sums, fading)
         return own, fading
 
     return run
@@ -178,6 +201,11 @@ def _scan(
 
 
 @cache
+def _sums_launch(chunk: int, present: tuple[bool, ...], direct: bool, device: int | None) -> Launch:
+    return Launch(sums_kernel, {"C": chunk, **_SUMMED}, direct=direct)
+
+
+@cache
 def _state_launch(variant: Variant, tiling: Tiling, backward: bool, skip: bool) -> Launch:
     shapes = dims(variant, DE=padded(variant.e), BM=block_of(variant.m, tiling.block))
     kind: dict[str, Any] = {
@@ -186,6 +214,7 @@ def _state_launch(variant: Variant, tiling: Tiling, backward: bool, skip: bool) 
         "BACKWARD": backward,
         "NORMALIZE": variant.normalize,
         "SKIP": skip,
+        "A_HEAD": variant.a_head,
     }
     return Launch(state_kernel, {**shapes, **kind, **tile(tiling)}, direct=variant.direct)
 
