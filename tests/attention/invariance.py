@@ -29,6 +29,8 @@ class Batches:
     head_dims: tuple[int, ...] = (16, 32)
     layouts: tuple[str, ...] = LAYOUTS
     columns: bool = True  # some sequences have a column mask
+    page_sizes: tuple[int, ...] = (1, 16, 48, 64, 256)
+    paged_windows: bool = True  # pages under a window have the bits of other layouts
     options: dict[str, Any] = field(default_factory=dict)  # of every call, besides those drawn
     each: int = 1  # seeds in a row that share a model, and so its compiled kernels
 
@@ -111,7 +113,7 @@ class Batches:
         if self.random.random() < 0.5:
             longest = {"max_seqlen_q": max(lengths_q) + self.random.randint(0, 3000), "max_seqlen_k": max(lengths_k) + 9}
         queries = torch.cat([q for q, _, _ in found])
-        if layout == "paged" and self.vectors is None:
+        if layout == "paged" and self.vectors is None and (self.paged_windows or "window" not in self.keywords):
             k, v, where = self.pages(found, lengths_k)
             longest.pop("max_seqlen_k", None)
             out, lse = warploom.attention_varlen(queries, k, v, cu_q, **where, **longest, **self.keywords)
@@ -137,7 +139,7 @@ class Batches:
 
     def pages(self, found: list[tuple[Tensor, Tensor, Tensor]], lengths: list[int]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Pools of pages, of a size that is drawn and in any order, and what says whose they are."""
-        size = self.random.choice((1, 16, 48, 64, 256))
+        size = self.random.choice(self.page_sizes)
         counts = [-(-n // size) for n in lengths]
         pool = sum(counts) + self.random.randint(1, 4)
         order = self.random.sample(range(pool), pool)

@@ -58,7 +58,7 @@ def carrying(packed: bool = False, heads_kv: int = 2, **keywords: Any) -> Attent
         return cache_args(q[0], pages, cu_seqlens_q=torch.tensor([0, 5, 20], dtype=torch.int32), **keywords)
     if not packed:
         return (chunk_args if "q_offset" in keywords else dense_args)(q, k, k, **keywords)
-    k = k.view(4, 5, heads_kv, 16) if "block_table" in keywords else k[0]
+    k = k.new_zeros(4, 16, heads_kv, 16) if "block_table" in keywords else k[0]
     return varlen_args(q[0], k, k, torch.tensor([0, 5, 20], dtype=torch.int32), **keywords)
 
 
@@ -72,7 +72,7 @@ def flags(of: Features) -> set[str]:
 
 def test_every_feature_has_a_call_here() -> None:
     assert {*CARRIED, "dlse"} == set(FLAGS)
-    assert len(Features._fields) == len(FLAGS) + len(("dtype", "head_dim", "head_dim_v"))
+    assert len(Features._fields) == len(FLAGS) + len(("dtype", "head_dim", "head_dim_v", "page_box"))
 
 
 @pytest.mark.parametrize("feature", CARRIED)

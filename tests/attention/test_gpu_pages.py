@@ -65,34 +65,45 @@ def forgotten() -> None:
     dispatch.strict(False)
 
 
+def skip_without(backend: str) -> None:
+    refused = dispatch.find(backend).available()
+    if refused is not None:
+        pytest.skip(refused)
+
+
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("whole", [False, True], ids=["pages", "cache"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_bits_of_the_checked_way(name: str, whole: bool, shift: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "triton") for name in OPTIONS), *((name, "hopper") for name in OPTIONS if name != "dropout")]
+)
+def test_the_bits_of_the_checked_way(name: str, backend: str, whole: bool, shift: int) -> None:
+    skip_without(backend)
     for seed in range(6):
         chunks = Chunks(seed, shift)
         with patch.object(launcher, "find", lambda *_, **__: launcher.NOTHING):
-            want = chunks.run(whole, **OPTIONS[name])
+            want = chunks.run(whole, backend=backend, **OPTIONS[name])
         again = AssertionError("checked again") if seed > 2 and not shift else None
         with patch.object(api, "varlen_args", side_effect=again, wraps=api.varlen_args):
-            got = chunks.run(whole, **OPTIONS[name])
+            got = chunks.run(whole, backend=backend, **OPTIONS[name])
         assert all(same(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("whole", [False, True], ids=["pages", "cache"])
-def test_a_graph_follows_table_and_lengths(whole: bool) -> None:
+def test_a_graph_follows_table_and_lengths(whole: bool, backend: str) -> None:
+    skip_without(backend)
     chunks = Chunks(0)
     for _ in range(3):
-        chunks.run(whole)
+        chunks.run(whole, backend=backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = chunks.run(whole)
+        got = chunks.run(whole, backend=backend)
     for seed in (1, 2):
         other = Chunks(seed)
         for mine, theirs in zip(chunks.tensors(), other.tensors(), strict=True):
             mine.copy_(theirs)
         graph.replay()
-        assert all(same(a, b) for a, b in zip(got, other.run(whole), strict=True))
+        assert all(same(a, b) for a, b in zip(got, other.run(whole, backend=backend), strict=True))
 
 
 @pytest.mark.parametrize("backend", ["triton", "hopper", "ampere"])
@@ -101,9 +112,7 @@ def test_sinks_with_gaps_and_expanded(backend: str) -> None:
     q, k, v = (torch.randn(2, 300, heads, 64, device="cuda").bfloat16() for heads in (8, 2, 2))
     numbers = torch.full((64,), float("nan"), device="cuda")
     numbers[:24] = torch.randn(24, device="cuda")
-    refused = dispatch.find(backend).available()
-    if refused is not None:
-        pytest.skip(refused)
+    skip_without(backend)
     for sink in (numbers[:24:3], numbers[:1].expand(8)):
         for _ in range(3):
             got = warploom.attention(q, k, v, causal=True, sink=sink, backend=backend, return_lse=True)

@@ -14,7 +14,7 @@ from warploom.attention import (
     registry,  # noqa: F401  (it fills the dispatch list)
 )
 from warploom.attention.ops import attention_op, attention_with_max_logits_op, stats_op
-from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.problem import AttentionArgs, AttentionProblem, page_box
 from warploom.attention.stats import FAMILY, AttentionStats, StatsBackend, comes_beside, measured_by, stats_args
 from warploom.runtime import dispatch
 from warploom.runtime.backend import Backend
@@ -142,7 +142,7 @@ def key_of(args: AttentionArgs, backend: str | None) -> tuple[Any, ...]:
     return (
         *(backend, backward, q.dtype, q.shape, k.shape, v.shape[-1], args.left, args.right, args.deterministic),
         *(args.softcap != 0.0, args.dropout_p > 0.0, sink is None, args.lts is None, args.lte is None),
-        *(args.uts is None, args.ute is None, None if cu_q is None else cu_q.shape, args.block_table is None),
+        *(args.uts is None, args.ute is None, None if cu_q is None else cu_q.shape, page_box(args)),
         *(args.seqused_k is None, args.max_seqlen_q, args.max_seqlen_k, args.q_offset is None),
         *(args.bias_kind, args.bias_grad, args.batch_invariant, args.k_scale is None, args.documents is None),
     )

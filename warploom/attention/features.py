@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from warploom.attention.problem import page_box
+
 if TYPE_CHECKING:
     from warploom.attention.problem import AttentionArgs, AttentionProblem
 
@@ -36,6 +38,7 @@ class Features(NamedTuple):
     bias_grad: bool = False  # which has a gradient
     batch_invariant: bool = False  # a sequence's bits depend on nothing but itself
     fp8_pages: bool = False  # keys and values are e4m3 with scales
+    page_box: int = 0  # keys that a copy may bring of a page, as a problem has it
 
     @classmethod
     def of(cls, problem: AttentionProblem, dlse: bool = False) -> Features:
@@ -59,6 +62,7 @@ class Features(NamedTuple):
             bias_grad=problem.bias_grad,
             batch_invariant=problem.batch_invariant,
             fp8_pages=problem.fp8_pages,
+            page_box=problem.page_box,
         )
 
     @classmethod
@@ -85,6 +89,7 @@ class Features(NamedTuple):
             args.bias_grad,
             args.batch_invariant,
             args.k_scale is not None,
+            page_box(args),
         )
 
     @property

@@ -172,6 +172,7 @@ class AttentionProblem:
     batch_invariant: bool = False
     fp8_pages: bool = False  # k and v are e4m3 with scales
     documents: bool = False  # the column mask is of documents in a row, which say where they start
+    page_box: int = 0  # of a call over pages, as ``page_box`` has it
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -209,6 +210,7 @@ class AttentionProblem:
             batch_invariant=args.batch_invariant,
             fp8_pages=args.k_scale is not None,
             documents=args.documents is not None,
+            page_box=page_box(args),
         )
 
     def describe(self) -> str:
@@ -234,6 +236,28 @@ class AttentionProblem:
             parts.append("batch-invariant")
         parts.append("forward + backward" if self.backward else "forward")
         return "; ".join(parts)
+
+
+# Keys that a copy may bring of a page: the most first.
+BOXES = (128, 64, 32, 16, 8, 4, 2)
+
+
+def page_box(args: AttentionArgs) -> int:
+    """As ``largest_box``, of the pages of a call; 0 without pages."""
+    return 0 if args.block_table is None else largest_box(args.k.shape[1], args.block_table.shape[1])
+
+
+def largest_box(page_size: int, pages: int) -> int:
+    """The largest of BOXES, or 1, of which pages are whole multiples; ``pages``: how many a sequence may have.
+
+    Where that is one, of whatever size, nothing follows its end: the largest.
+    """
+    if pages == 1:
+        return BOXES[0]
+    for box in BOXES:
+        if page_size % box == 0:  # a branch, which a tracer of symbolic sizes decides
+            return box
+    return 1
 
 
 def band_words(left: int | None, right: int | None) -> str:

@@ -41,6 +41,14 @@ class Sequences(NamedTuple):
         return cls([0, seqlen_q // 3, seqlen_q], [0, seqlen_k // 3, seqlen_k], used)
 
 
+class Pages(NamedTuple):
+    """Of a call over pages: keys of one, how many the pool has, and those of each sequence."""
+
+    size: int
+    count: int
+    table: list[list[int]]
+
+
 def choose(condition: bool, a: int, b: int) -> int:
     return a if condition else b
 
@@ -62,14 +70,16 @@ def forward(
     mask: ResolvedMask | None = None,
     sequences: Sequences | None = None,
     watched: range = range(0),
+    pages: Pages | None = None,
 ) -> Launch:
     """One batch, one key head; of packed calls two sequences, the first with a third of the tokens, unless they are given."""
     dim, dim_v = config.head_dim, config.head_dim_v
     names = names_of(
-        "q k v out lse", True, "sink", config.sink, "cu_q cu_k", config.varlen, "used", config.used, "counter",
-        config.varlen or config.columns, "parts", bool(config.split), "lts lte uts ute bounds present", config.columns,
+        "q k v out lse", True, "sink", config.sink, "cu_q", config.varlen,
+        "cu_k", config.varlen and not config.paged, "used", config.used, "counter", config.varlen or config.columns,
+        "parts", bool(config.split), "lts lte uts ute bounds present", config.columns,
         DROPOUT, config.dropout, "slopes origin", config.bias == "alibi",
-        "table spread origin", config.bias == "distance", "largest", config.largest,
+        "table spread origin", config.bias == "distance", "largest", config.largest, "pages", config.paged,
         "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
     )  # fmt: skip
     tiles = -(-heads // config.heads_per_tile) if config.pack_gqa else heads
@@ -98,6 +108,13 @@ def forward(
         sequences = sequences or Sequences.thirds(seqlen_q, seqlen_k)
         packed_values, starts = _packed(names, sequences)
         values, words = values | packed_values, words | starts
+    if pages is not None:
+        for name, columns in (("k", dim), ("v", dim_v)):
+            values[name] = ((1 << 24, columns, 1, pages.size + 1, pages.count), ())
+        rows, width = len(pages.table), len(pages.table[0])
+        values["pages"] = ((rows, width), (width,))
+        start = names.index("pages") + 1 << 32
+        words |= {start + 4 * i: page % 2**32 for i, page in enumerate(page for row in pages.table for page in row)}
     if mask is not None:
         if sequences is None:
             column_values, column_words = column_mask(names, mask, fine_and_coarse(mask, seqlen_q, seqlen_k))

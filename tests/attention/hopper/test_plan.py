@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 480
+    assert len({c.name for c in found}) == len(found) <= 495
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -109,7 +110,11 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
         ({"dtype": torch.float32}, "float16 or bfloat16"),
         ({"head_dim": 100}, "steps of 8"),
         ({"head_dim_v": 264}, "8 to 256"),
-        ({"layout": "paged"}, "pages"),
+        ({"layout": "paged", "page_box": 8}, "takes pages of whole 16 keys"),
+        ({"layout": "paged", "page_box": 16, "fp8_pages": True}, "no pages of FP8"),
+        ({"layout": "paged", "page_box": 16, "dropout": True}, "no dropout over pages"),
+        ({"layout": "paged", "page_box": 16, "bias": "alibi"}, "no bias over pages"),
+        ({"layout": "paged", "page_box": 16, "backward": True}, "no gradient over pages"),
         ({"bias": "tensor"}, "no bias but ALiBi and tables of distances"),
         ({"bias": "distance", "softcap": True}, "no table of distances beside a softcap or dropout"),
         ({"bias": "alibi", "columns": ("lts",)}, "no bias under a column mask"),
@@ -124,6 +129,20 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
 )
 def test_refusals(changes: dict[str, object], words: str) -> None:
     assert words in (hopper.BACKEND.supports(problem(**changes)) or "")
+
+
+def test_pages_that_no_gpu_saw_are_left_to_others_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper.modules, "cannot_build", lambda: None)
+    monkeypatch.setattr(hopper.traced, "cannot_run", lambda: None)
+    known = problem(layout="paged", page_box=16, seqused=True, right=0, dtype=torch.bfloat16, head_dim=128, head_dim_v=128)
+    assert hopper.BACKEND.refusal(known) is None and hopper.BACKEND.refusal(replace(known, left=50)) is None
+    unknown: list[dict[str, Any]] = [
+        {"right": None}, {"softcap": True}, {"sink": True}, {"dtype": torch.float16}, {"head_dim": 136, "head_dim_v": 136},
+    ]  # fmt: skip
+    for changes in unknown:
+        call = replace(known, **changes)
+        assert "by backend='hopper'" in (hopper.BACKEND.refusal(call) or "")
+        assert hopper.BACKEND.refusal(call, by_name=True) is None
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from warploom.runtime.module_spec import ModuleSpec
 
 DENSE = [name for name in CASES if "scale" not in name]
 VARLEN = [name for name in PACKED if "pages" not in name]
+PAGED = [name for name in PACKED if "pages of" in name and name != "pages of 1"]
 NAN = float("nan")
 PROCESSORS = 5  # few, so that small calls have more tiles than blocks
 
@@ -45,8 +46,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
         cu_q: Tensor | None, cu_k: Tensor | None, used_k: Tensor | None, counter: Tensor | None, parts: Tensor | None,
-        mask: tuple[Any, ...] | None, dropout: tuple[Any, ...] | None, bias: tuple[Any, ...] | None,
-        largest: Tensor | None, scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
+        mask: tuple[Any, ...] | None, dropout: tuple[Any, ...] | None, bias: tuple[Any, ...] | None, largest: Tensor | None,
+        table: Tensor | None, scale: float, softcap: float, left: int, right: int, pair_heads: int, split: int, blocks: int,
     ) -> None:  # fmt: skip
         assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
         assert (parts is not None) == variant["split"] and split >= 0
@@ -59,9 +60,12 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             assert blocks in (1, PROCESSORS) and (tiles - split) % blocks == 0
         assert (softcap != 0.0) == variant["softcap"]
         assert all(s % 8 == 0 for t in (q, k, v) for s in t.stride()[:-1])
-        assert [t is not None for t in (cu_q, cu_k, used_k, counter)] == [variant["varlen"]] * 2 + [
+        assert [t is not None for t in (cu_q, cu_k, used_k, counter, table)] == [
+            variant["varlen"],
+            variant["varlen"] and not variant["paged"],
             variant["used"],
             variant["varlen"] or variant["columns"],
+            variant["paged"],
         ]
         options: dict[str, Any] = {
             "window": (left if variant["left"] else None, right if variant["right"] else None),
@@ -90,6 +94,10 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
                 assert tile >= t.shape[-1] > least  # no box lies beside all columns
             assert not v[..., out.shape[-1] :].any()
             v = v[..., : out.shape[-1]]
+            if table is not None:
+                assert table.dtype == torch.int32 and table.stride(1) == 1
+                assert k.shape[1] % config.page_box == 0 or table.shape[1] == 1
+                options["block_table"] = table
             found = attended(varlen_args(q, k, v, cu_q, cu_k, seqused_k=used_k, **options), bias)
         out.copy_(found[0])
         lse.copy_(found[1])
@@ -250,6 +258,35 @@ def test_packed(name: str) -> None:
     want = warploom.attention_varlen(call.q, call.k, call.v, *starts, return_lse=True, backend="reference", **options)
     args = varlen_args(call.q, call.k, call.v, *starts, **options)
     assert_same(run.forward(prepared(args) if call.columns else args), want)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("name", PAGED)
+def test_pages(name: str, wide: bool) -> None:
+    call = Packed(**{"seed": 3, "dtype": torch.float16, **PACKED[name]})
+    starts, options = call._starts(call.lengths_q), dict(call.keywords, sink=call.sinks)
+    used = torch.tensor(call.seen, dtype=torch.int32)
+    want = warploom.attention_varlen(
+        call.q, call.k, call.v, starts, call._starts(call.keys), seqused_k=used, return_lse=True, backend="reference", **options
+    )
+    table, pages = call.table, (call.k_pages, call.v_pages)
+    if wide:  # rows of a table, and pages, that do not lie side by side
+        table = torch.nn.functional.pad(table, (0, 5), value=-7)[:, :-5]
+        pages = tuple(torch.nn.functional.pad(t, (0, 0, 0, 1))[:, :, :-1] for t in pages)  # type: ignore[assignment]
+    args = varlen_args(call.q, *pages, starts, seqused_k=used, block_table=table, **options)
+    assert_same(run.forward(args), want)
+    launch = run.bind(args)
+    assert_same(launch(args.q, args.k, args.v, args.sink, starts, None, used, args.block_table), want)
+
+
+def test_one_page_a_sequence() -> None:
+    """Of any size: a contiguous cache is such a pool."""
+    k, used = torch.randn(3, 41, 2, 64).half(), torch.tensor([41, 0, 7], dtype=torch.int32)
+    q, starts = torch.randn(9, 4, 64).half(), torch.tensor([0, 5, 6, 9], dtype=torch.int32)
+    table = torch.arange(3, dtype=torch.int32)[:, None].expand(3, 2)[:, :1]
+    options = {"seqused_k": used, "block_table": table, "causal": True}
+    want = warploom.attention_varlen(q, k, k, starts, return_lse=True, backend="reference", **options)
+    assert_same(run.forward(varlen_args(q, k, k, starts, **options)), want)
 
 
 def prepared(args: AttentionArgs) -> AttentionArgs:

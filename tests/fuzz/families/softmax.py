@@ -35,13 +35,14 @@ class Limits:
     columns: tuple[str, ...] = ("dense", "varlen")  # layouts that it takes column masks of
     dropout: bool = True
     packed: bool = True
-    paged: bool = True
+    page_sizes: tuple[int, ...] = (1, 8, 16, 40, 64, 128)  # none: it takes no pages
+    paged_alike: bool = True  # over pages it takes what it takes of packed sequences
 
 
 LIMITS = {
     "triton": Limits(dims=(16, 256, 8)),
-    "hopper": Limits(dtypes=("float16", "bfloat16"), dims=(8, 256, 8), paged=False),
-    "ampere": Limits(dtypes=("float16", "bfloat16"), dims=(8, 128, 8), columns=(), dropout=False, packed=False, paged=False),
+    "hopper": Limits(dtypes=("float16", "bfloat16"), dims=(8, 256, 8), page_sizes=(16, 48, 64, 256), paged_alike=False),
+    "ampere": Limits(dtypes=("float16", "bfloat16"), dims=(8, 128, 8), columns=(), dropout=False, packed=False, page_sizes=()),
     "cpu": Limits(),
     "reference": Limits(dtypes=("float16", "bfloat16", "float32", "float64")),
 }
@@ -83,7 +84,7 @@ def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -
     triton = backend in ("triton", "ampere")
     dtype = d.pick(limits.dtypes, (4, 4, 2, 1)[: len(limits.dtypes)])
     head_dim, head_dim_v = draw_dims(d, limits)
-    layout = d.pick([one for one in layouts if limits.paged or one != "paged"])
+    layout = d.pick([one for one in layouts if limits.page_sizes or one != "paged"])
     left, right = d.pick(((False, False), (False, True), (True, True), (True, False)), (4, 4, 3, 1))
     found = Variant(
         dtype,
@@ -93,7 +94,7 @@ def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -
         right=right,
         softcap=d.chance(0.25),
         sink=d.any_of({"": 6, "float32": 2, "same": 1}),
-        dropout=limits.dropout and d.chance(0.25),
+        dropout=limits.dropout and d.chance(0.25) and (layout != "paged" or limits.paged_alike),
         lse_gradient=d.chance(0.35),
         deterministic=d.chance(0.2),
         layout=layout,
@@ -106,7 +107,7 @@ def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -
             found,
             keys="" if layout == "paged" else d.pick(("same", "own", "own")),
             used=layout == "paged" or d.chance(0.4),
-            page_size=d.pick((1, 8, 16, 40, 64, 128)) if layout == "paged" else 0,
+            page_size=d.pick(limits.page_sizes) if layout == "paged" else 0,
             edges=True,
         )
     if not triton:
@@ -271,7 +272,7 @@ def modules(
     p: Any, backend: str, layout: str, batch: int, longest_q: int, longest_k: int, band: tuple[Any, Any], used: bool
 ) -> list[Any]:
     """The compiled modules that a problem takes, by the packages' own names."""
-    from warploom.attention.problem import AttentionProblem
+    from warploom.attention.problem import AttentionProblem, largest_box
 
     if 0 in (batch, longest_q, longest_k):
         return []
@@ -294,6 +295,7 @@ def modules(
         deterministic=p.deterministic is True,
         backward=p.backward,
         seqused=used,
+        page_box=largest_box(p.page_size, p.width) if layout == "paged" else 0,
     )
     if backend == "ampere":
         from warploom.attention.ampere.plan import config_for as ampere

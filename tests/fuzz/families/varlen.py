@@ -164,7 +164,7 @@ class Varlen:
 
 
 def variants(d: Draw, backend: str, count: int) -> list[Variant]:
-    layouts = ("varlen", "varlen", "varlen", "paged") if backend != "hopper" else ("varlen",)
+    layouts = ("varlen", "varlen", "varlen", "paged")
     found = spread(lambda: shared.draw_variant(d, backend, layouts), count)
     if backend != "triton":
         return found
@@ -236,7 +236,8 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
     found = replace(found, **shared.draw_views(d, found.shapes, None if free else v))
     if v.dtype == "float64":  # of large scores the oracle is no better than what it judges
         found = replace(found, style="normal", scale=None)
-    if found.page_size and not found.page_size & (found.page_size - 1) and d.chance(0.5):
+    of_fp8 = found.page_size and not found.page_size & (found.page_size - 1) and shared.LIMITS[backend].paged_alike
+    if of_fp8 and d.chance(0.5):
         found = _fp8(d, found)
     if d.chance(0.15):
         found = replace(found, wants=d.pick((("q",), ("k", "v"), ("v",), ("k",), ("q", "sink"))))
@@ -260,6 +261,8 @@ def _paged(d: Draw, p: Varlen, page_size: int, backend: str) -> Varlen:
     assert p.used is not None
     needed = [-(-n // page_size) for n in p.used]
     width = max(needed, default=0) + d.integer(0, 2)
+    if backend == "hopper":  # which reads a sequence's only page otherwise, by another module
+        width = max(width, 2)
     pages = sum(needed) + d.integer(0, 3)
     order = d.shuffled(range(pages))
     table: list[tuple[int, ...]] = []
@@ -561,9 +564,8 @@ def modules(p: Varlen, backend: str) -> list[Any]:
         longest = [max(n, default=0) + (17 if p.longest == "bound" else 0) for n in (p.lengths_q, p.keys)]
     empty = 0 in (p.total_q, p.total_k)
     count = 0 if empty else len(p.lengths_q)
-    return shared.modules(
-        p, backend, "varlen", count, max(longest[0], 1), max(longest[1], 1), dense.band(p), p.used is not None
-    )
+    layout, (longest_q, longest_k) = "paged" if p.page_size else "varlen", (max(n, 1) for n in longest)
+    return shared.modules(p, backend, layout, count, longest_q, longest_k, dense.band(p), p.used is not None)
 
 
 def refusal(p: Varlen, given: dict[str, Any], backend: str) -> str | None:

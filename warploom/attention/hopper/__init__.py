@@ -27,6 +27,8 @@ from warploom.attention.hopper.plan import (
     invariance_refusal,
     is_short,
     largest_refusal,
+    pages_refusal,
+    pages_unchecked,
     takes_columns,
     takes_dropout,
     tile_dims,
@@ -111,6 +113,12 @@ def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
     return _absence(short, True, features) is None
 
 
+def _reaches_too_far(args: AttentionArgs) -> bool:
+    """Whether keys lie past what the kernel's TMA views reach, in a page too, or a sequence's pages past 32 bits."""
+    table = args.block_table
+    return args.k.shape[-3] > MOST_KEYS or (table is not None and table.shape[1] * args.k.shape[1] >= 1 << 31)
+
+
 def _next(args: AttentionArgs, backward: bool) -> Backend:
     return dispatch.delegate(NAME, AttentionProblem.from_args(args, backward))
 
@@ -129,12 +137,15 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
 
 
 class Hopper(Beside):
-    """Dense and packed calls in 16 bits, up to 256 dims a head, under any mask."""
+    """Dense, packed and paged calls in 16 bits, up to 256 dims a head, under any mask."""
 
     name = NAME
 
     def available(self) -> str | None:
         return traced.cannot_run()
+
+    def declines(self, problem: AttentionProblem | None = None) -> str | None:
+        return None if problem is None or max(problem.head_dim, problem.head_dim_v) > 256 else pages_unchecked(problem)
 
     def wavers(self, problem: AttentionProblem | None = None) -> bool:
         """Where it builds no modules, another process may."""
@@ -147,7 +158,9 @@ class Hopper(Beside):
         if refused is not None:
             return refused
         if problem.layout == "paged":
-            return "takes no pages"
+            refused = pages_refusal(problem)
+            if refused is not None:
+                return refused
         if problem.q_offset:
             return "has no query offsets yet"
         if problem.bias:
@@ -177,7 +190,7 @@ class Hopper(Beside):
         Raises:
             ValueError: a batch-invariant call that ``forward`` would hand over for the length of its batch.
         """
-        if args.batch_invariant and args.cu_seqlens_q is not None and args.k.shape[0] > MOST_KEYS:
+        if args.batch_invariant and args.cu_seqlens_q is not None and args.block_table is None and args.k.shape[0] > MOST_KEYS:
             raise ValueError(
                 f"batch_invariant: k has {args.k.shape[0]} packed tokens, and {NAME}, which runs this call's sequences, takes "
                 f"{MOST_KEYS} at a time; make two calls, or name backend='triton' for all"
@@ -236,7 +249,7 @@ class Hopper(Beside):
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
-        if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS:
+        if args.scale <= 0.0 or _reaches_too_far(args):
             # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
             return _next(args, False).forward(args)
         from warploom.attention.hopper.run import forward as run
@@ -271,10 +284,10 @@ class Hopper(Beside):
     def bind(self, args: AttentionArgs) -> Callable[..., tuple[Tensor, Tensor]] | None:
         """What launches further calls with the metadata of this one, which has run: (q, k, v, sink) to out and lse.
 
-        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k); under a column mask its vectors and their bounds
-        behind those; with dropout the seed comes last.
+        Of packed calls (q, k, v, sink, cu_seqlens_q, cu_seqlens_k, seqused_k), over pages with their table; under a column mask
+        its vectors and their bounds behind those; with dropout the seed comes last.
         """
-        if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.numel() == 0 or args.k.numel() == 0:
+        if args.scale <= 0.0 or _reaches_too_far(args) or args.q.numel() == 0 or args.k.numel() == 0:
             return None
         if args.bias is not None:
             return None

@@ -14,7 +14,7 @@ from warploom.attention.hopper.backward_pair import PairBackward
 from warploom.attention.hopper.backward_roles import RolesBackward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.forward import HopperForward
-from warploom.kernels.cute.arguments import column_mask, distances, dropout, rows, slopes, stream, vector, view
+from warploom.kernels.cute.arguments import column_mask, distances, dropout, rows, slopes, stream, table, vector, view
 from warploom.kernels.cute.basics import DTYPES
 from warploom.runtime.compile import compile_kernel
 
@@ -29,17 +29,21 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     """
     variant = ForwardConfig(**config)
     modes = 2 if variant.varlen else 3  # besides head_dim
-    tensors = [view(DTYPES[variant.dtype], modes) for _ in range(4)]
+    keys = 3 if variant.paged else modes
+    tensors = [view(DTYPES[variant.dtype], each) for each in (modes, keys, keys, modes)]
     lse = rows(modes)
     counted = variant.varlen or variant.columns
-    packed = [vector(Int32, present) for present in (variant.varlen, variant.varlen, variant.used, counted)]
+    starts_k = variant.varlen and not variant.paged
+    packed = [vector(Int32, present) for present in (variant.varlen, starts_k, variant.used, counted)]
     parts = rows(3, align=16) if variant.split else None  # in place of it the lse where nothing is split
     mask = column_mask() if variant.columns else None
     drop = dropout() if variant.dropout else None
     added = _BIASES[variant.bias]()
     largest = rows(2) if variant.largest else None
+    pages = table() if variant.paged else None
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1)]
-    arguments = [*tensors, lse, vector(Float32, variant.sink), *packed, parts, mask, drop, added, largest, *scalars, stream()]
+    given = [*tensors, lse, vector(Float32, variant.sink), *packed, parts, mask, drop, added, largest, pages]
+    arguments = [*given, *scalars, stream()]
     return {**compile_kernel(HopperForward(variant), arguments, name, library), "shared": variant.shared_bytes}
 
 

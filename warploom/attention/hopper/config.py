@@ -18,8 +18,8 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_PARTS_FORWARD = "base", "lists", "producer", "bias", "distances", "consumers", "columns", "merge"
-_FORWARD = ("forward", *(f"forward_{part}" for part in _PARTS_FORWARD))
+_PARTS_OF_FORWARD = "base", "lists", "producer", "pages", "bias", "distances", "consumers", "columns", "merge"
+_FORWARD = ("forward", *(f"forward_{part}" for part in _PARTS_OF_FORWARD))
 SOURCES = (
     *_COMMON,
     *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns", "distances", "memory")),
@@ -47,6 +47,9 @@ MOST_SLOTS = 4096  # pieces of all blocks
 TABLE = 1 + 3 * CUTS
 
 
+MOST_LOADERS = 3  # warps of the producer warpgroup besides the scheduler
+
+
 def box_columns(span: int) -> int:
     """Columns of a TMA box: of the widest swizzle, 128, 64 or 32 bytes, of which an operand's ``span`` are whole ones."""
     return next(columns for columns in (64, 32, 16) if span % columns == 0)
@@ -71,6 +74,8 @@ class ForwardConfig:
     softcap: bool = False
     sink: bool = False
     varlen: bool = False  # packed sequences
+    paged: bool = False  # whose keys lie in pages
+    page_box: int = 0  # of whole TMA boxes of so many keys
     used: bool = False  # whose keys may end early (seqused_k)
     # When a step waits for its PV: "late", after its exponentials; "early", after a quarter of them; "pingpong": where ptxas
     # puts it, before most, while the warpgroups issue their products one after the other.
@@ -95,6 +100,7 @@ class ForwardConfig:
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
         features = "columns", "softcap", "sink", "dropout", "varlen", "used", "split"
         parts += [feature for feature in features if getattr(self, feature)]
+        parts += [f"pages{self.page_box}"] if self.paged else []
         parts += [self.bias] if self.bias else []
         parts += ["largest"] if self.largest else []
         parts += [self.pv_wait] if self.pv_wait != "late" else []
@@ -117,6 +123,11 @@ class ForwardConfig:
     def heads_per_tile(self) -> int:
         """Heads of a tile."""
         return self.tile_m // self.queries
+
+    @property
+    def loaders(self) -> int:
+        """Warps that load: over pages as many as there are, a box or more each: one is too slow for small boxes."""
+        return min(MOST_LOADERS, self.tile_n // self.page_box) if self.paged else 1
 
     @property
     def bias_product(self) -> bool:

@@ -23,10 +23,11 @@ from cutlass.cute.nvgpu import cpasync
 from warploom.attention.hopper.forward_base import MASK_STAGES, TILE_WORDS, ForwardShared
 from warploom.attention.hopper.forward_columns import ColumnConsumers, ColumnProducer
 from warploom.attention.hopper.forward_merge import Merge
+from warploom.attention.hopper.forward_pages import PagedProducer
 from warploom.kernels.cute.basics import WARP
 from warploom.kernels.cute.columns import columns_of
 from warploom.kernels.cute.distances import SPREAD_THREADS
-from warploom.kernels.cute.packed import ragged
+from warploom.kernels.cute.packed import page_rows, ragged
 from warploom.kernels.cute.rings import Mbarriers, init_rings
 from warploom.kernels.cute.softmax import multipliers
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load
@@ -40,14 +41,14 @@ COLUMN_REGISTERS = {2: (224, 56), 3: (160, 32)}
 LOADER, SCHEDULER, MASKS = 0, 1, 2
 
 
-class HopperForward(ColumnProducer, ColumnConsumers, Merge):
+class HopperForward(PagedProducer, ColumnProducer, ColumnConsumers, Merge):
     """softmax(scale · q kᵀ + band) v for one configuration; ``__call__`` is what gets compiled."""
 
     @cute.jit
     def __call__(
         self,
         q: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim), or packed (total_q, heads_q, head_dim)
-        k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim)
+        k: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim), or pages (pages, page_size, heads_kv, head_dim)
         v: cute.Tensor,  # (batch, seqlen_k, heads_kv, head_dim_v)
         out: cute.Tensor,  # (batch, seqlen_q, heads_q, head_dim_v)
         lse: cute.Tensor,  # (batch, heads_q, seqlen_q) fp32, or packed (heads_q, total_q)
@@ -61,6 +62,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
         bias: tuple[Any, ...] | None,  # as ``slopes_of`` or ``distances_of`` has it
         largest: cute.Tensor | None,  # (batch or sequences, heads_q) fp32, contiguous: raised to the largest logits
+        table: cute.Tensor | None,  # (sequences, pages of one) int32, of a call over pages
         scale: Float32,
         softcap: Float32,
         left: Int32,
@@ -73,9 +75,14 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         """Lay out shared memory, describe the TMA copies and launch ``blocks`` persistent blocks."""
         config = self.config
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
-        modes = [0, 2, 1] if const_expr(config.varlen) else [1, 3, 2, 0]
-        q, k, v = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v)]
-        if const_expr(config.varlen):
+        dense, packed = [1, 3, 2, 0], [0, 2, 1]
+        modes = packed if const_expr(config.varlen) else dense
+        q = cute.make_tensor(q.iterator, cute.select(q.layout, mode=modes))
+        modes = dense if const_expr(config.paged) else modes
+        k, v = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (k, v)]
+        if const_expr(config.paged):
+            k, v = page_rows(k), page_rows(v)
+        elif const_expr(config.varlen):
             k, v = ragged(k), ragged(v)
         box, box_v = config.boxes
         # Where heads are grouped, load after load.
@@ -85,23 +92,33 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         layout_k = tile_layout(self.dtype, (self.tile_n, config.head_dim), self.stages, box)
         layout_v = tile_layout(self.dtype, (self.tile_n, config.head_dim_v), self.stages, box_v)
         tma_q, q = tma_load(q, loads_q, (self.load_rows, config.head_dim))
-        tma_k, k = tma_load(k, layout_k, (self.tile_n, config.head_dim))
-        tma_v, v = tma_load(v, layout_v, (self.tile_n, config.head_dim_v))
+        if const_expr(config.paged):
+            tma_k, k = self.page_load(k, box)
+            tma_v, v = self.page_load(v, box_v)
+        else:
+            tma_k, k = tma_load(k, layout_k, (self.tile_n, config.head_dim))
+            tma_v, v = tma_load(v, layout_v, (self.tile_n, config.head_dim_v))
         qk = product(self.dtype, (64, self.tile_n, 16), IN_SHARED, BY_K, BY_K)
         pv = product(self.dtype, (64, config.head_dim_v, 16), IN_REGISTERS, BY_K, BY_MN)
         multiplier, cap_in = multipliers(config, scale, softcap)
         if const_expr(self.reads_distances):
-            self.spread(bias, scale).launch(grid=[bias[0].shape[0], 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
+            table_heads = bias[0].shape[0]  # type: ignore[index]
+            self.spread(bias, scale).launch(grid=[table_heads, 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
         heads = Int32(0)
         if const_expr(not config.varlen):
             heads = self.tile_heads(lse.shape[1], k.shape[2])
         self.kernel(
-            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask, dropout, bias, largest,
+            q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask, dropout, bias, largest, table,
             tma_q, tma_k, tma_v, qk, pv,
             layout_q, loads_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
         if const_expr(config.split):
             self.launch_merge(parts, out, lse, sink, k.shape[0], k.shape[2], heads, split, blocks, stream)
+
+    def page_load(self, pages: Any, columns: int) -> Any:
+        """The TMA load of a box of so many columns from pages."""
+        size = self.config.page_box, columns
+        return tma_load(pages, tile_layout(self.dtype, size, 1, columns), size)
 
     # The kernel
 
@@ -113,9 +130,10 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             with cute.arch.elect_one():
                 init_rings(self.q_slots, (shared.q_full, shared.q_empty, 4))
                 makers = 2 if const_expr(self.config.columns) else 0
-                init_rings(self.stages, (shared.k_full, shared.k_empty, consumers))
-                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers))
-                readers = WARP * (consumers + 1 + makers)  # lanes
+                loaders = self.config.loaders
+                init_rings(self.stages, (shared.k_full, shared.k_empty, consumers), loads=loaders)
+                init_rings(self.stages, (shared.v_full, shared.v_empty, consumers), loads=loaders)
+                readers = WARP * (consumers + loaders + makers)  # lanes
                 init_rings(self.tile_stages, (shared.tile_full, shared.tile_empty, readers))
                 if const_expr(self.config.columns):
                     for i in cutlass.range_constexpr(self.stages):
@@ -123,6 +141,8 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
                     for i in cutlass.range_constexpr(MASK_STAGES):
                         cute.arch.mbarrier_init(shared.mask_full + i, WARP * makers)
                         cute.arch.mbarrier_init(shared.mask_empty + i, WARP * consumers)
+                if const_expr(self.config.paged and self.config.left):
+                    cute.arch.mbarrier_init(shared.v_landed, loaders)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -144,6 +164,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         dropout: tuple[Any, ...] | None,
         bias: tuple[Any, ...] | None,
         largest: cute.Tensor | None,
+        table: cute.Tensor | None,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -169,7 +190,7 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
         stages, q_slots, tile_stages = self.stages, self.q_slots, self.tile_stages
         mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.tile_m * 4
-        cleared = stages if const_expr(self.config.columns) else 0
+        cleared = stages if const_expr(self.config.columns) else int(self.config.paged and self.config.left)
         alibi_elements = self.tile_n * 16 if const_expr(self.multiplies) else 0
 
         @cute.struct
@@ -217,24 +238,30 @@ class HopperForward(ColumnProducer, ColumnConsumers, Merge):
             )  # fmt: skip
         else:
             self.play_tiles(
-                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, largest, shared, tma_q, tma_k,
-                tma_v, mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
+                warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, largest, table, shared,
+                tma_q, tma_k, tma_v, mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
             )  # fmt: skip
 
     @cute.jit
     def play_tiles(
-        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, largest, shared, tma_q, tma_k,
-        tma_v, mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
+        self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, dropout, bias, largest, table, shared,
+        tma_q, tma_k, tma_v, mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
     ):  # fmt: skip
         """What each warp does without a column mask."""
         consumer_registers, producer_registers = REGISTERS[self.warpgroups]
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
-            if warp == LOADER:
+            if const_expr(self.config.paged):
+                part = cute.arch.make_warp_uniform(cutlass.max(warp - 1, 0))  # the scheduler's is none
+                if (warp != SCHEDULER) & (part < self.config.loaders):
+                    self.load_pages(part, q, k, v, lse, shared, table, tma_q, tma_k, tma_v, left)
+            elif warp == LOADER:
                 self.load(q, k, v, lse, shared, tma_q, tma_k, tma_v)
             if warp == SCHEDULER:
                 if const_expr(self.config.varlen):
-                    total_k = k.shape[3] - 1
+                    total_k = k.shape[3] - 1  # or of a page
+                    if const_expr(self.config.paged):
+                        total_k *= table.shape[1]
                     self.schedule_packed(total_k, lse.shape, shared, None, cu_q, cu_k, used_k, counter, left, right)
                 else:
                     self.schedule(k.shape[0], lse.shape, heads, shared, left, right, pair_heads, split)

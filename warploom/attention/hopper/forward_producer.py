@@ -17,7 +17,7 @@ from warploom.kernels.cute.band import key_tiles
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.columns import sequence_blocks
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.packed import bounds, seen_keys, sequence_rows
+from warploom.kernels.cute.packed import bounds, seen_end, seen_keys, sequence_rows
 from warploom.kernels.cute.rings import advance, expect, publish
 from warploom.kernels.cute.tiles import Tma, load_tile, tma_views
 
@@ -82,7 +82,8 @@ class Producer(Lists):
         """Hand out tiles of packed sequences in the order in which blocks ask for them: lengths differ too much to plan.
 
         Tiles count sequence after sequence, their last rows first. The tokens past the last sequence are one more
-        sequence, without keys. Under a column mask, ``columns``, each tile goes as lists.
+        sequence, without keys. Under a column mask, ``columns``, each tile goes as lists. ``total_k``: packed keys, or those
+        that a sequence's pages hold.
         """
         heads_q, total_q = lse_shape
         sequences = cu_q.shape[0] - 1
@@ -113,12 +114,18 @@ class Producer(Lists):
                 head = within - row * heads_q
                 m_block = cute.ceil_div(seqlen_q, self.tile_m) - 1 - row
                 if sequence < sequences:
-                    k_start, seqlen_k = bounds(cu_k, sequence, total_k)
+                    if const_expr(self.config.paged):
+                        seqlen_k = total_k
+                    else:
+                        k_start, seqlen_k = bounds(cu_k, sequence, total_k)
                     if const_expr(self.config.used):
                         seqlen_k = cutlass.max(cutlass.min(seqlen_k, used_k[sequence]), 0)
                     if const_expr(not self.config.columns):
                         shift = seqlen_k - seqlen_q
-                        k_start, seqlen_k, shift = self.seen_keys(k_start, seqlen_k, shift, left, right)
+                        if const_expr(self.config.paged):
+                            seqlen_k = seen_end(self.config, seqlen_k, right)  # tiles are of pages, and begin as they do
+                        else:
+                            k_start, seqlen_k, shift = self.seen_keys(k_start, seqlen_k, shift, left, right)
                         row_q = m_block * self.tile_m
                         past_q = row_q + self.tile_m
                         first, end = key_tiles(self.config, row_q, past_q, seqlen_q, seqlen_k, shift, left, right)

@@ -55,7 +55,7 @@ def refusal(args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | No
     )
 
 
-def _settled(flag: bool) -> bool:
+def _settled(flag: bool | int) -> bool:
     """The flag as a number that a tracer has, by a branch, which bool() is not."""
     settled = False
     if flag:

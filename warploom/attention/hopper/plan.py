@@ -12,6 +12,7 @@ import torch
 from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
+from warploom.attention.problem import BOXES
 
 if TYPE_CHECKING:
     from warploom.attention.problem import AttentionProblem
@@ -140,6 +141,7 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
         q_stages=tile.q_stages,
         split=not (features.varlen or features.columns or features.dropout),
         pack_gqa=each,
+        page_box=next((box for box in BOXES if features.page_box % box == 0 and tile.keys % box == 0), 1) * features.paged,
         **features.flags(ForwardConfig),
     )
 
@@ -189,12 +191,46 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     return config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
 
 
+LEAST_BOX = 16  # keys: more copies a tile take longer than its products
+
+
+def pages_refusal(problem: AttentionProblem) -> str | None:
+    """Why the forward does not take a problem's pages, or None."""
+    if problem.fp8_pages:
+        return "takes no pages of FP8"
+    if problem.page_box < LEAST_BOX:
+        return f"takes pages of whole {LEAST_BOX} keys"
+    if problem.backward:
+        return "computes no gradient over pages"
+    if problem.bias:
+        return "takes no bias over pages"
+    if problem.dropout:
+        return "takes no dropout over pages"
+    return None
+
+
+# Tiles whose kernels over pages ran on a GPU, in bfloat16 under a limit on the right; softcap and sink did not.
+PAGED_TILES = (64, 64), (128, 128), (256, 256)
+
+
+def pages_unchecked(problem: AttentionProblem) -> str | None:
+    """Why the forward, which was not run on such pages on a GPU yet, leaves a problem to others unless it is named; or None."""
+    if problem.layout != "paged":
+        return None
+    checked = tile_dims(problem.head_dim, problem.head_dim_v) in PAGED_TILES and problem.dtype == torch.bfloat16
+    if checked and problem.right is not None and not (problem.softcap or problem.sink):
+        return None
+    return "was not run on such pages on a GPU yet: ask for it by backend='hopper'"
+
+
 def invariance_refusal(problem: AttentionProblem) -> str | None:
     """Why a batch-invariant problem is not for the forward, which takes all problems of a kind or none; or None."""
     if problem.bias:
         return "promises batch invariance without a bias alone"
     if problem.dropout and problem.left is not None:  # of which only some lengths are run here
         return "promises no batch invariance of dropout under a window"
+    if problem.layout == "paged" and problem.left is not None:  # whose key tiles begin elsewhere than packed calls'
+        return "promises no batch invariance of a window over pages"
     return None
 
 
@@ -255,7 +291,8 @@ def named_set() -> list[ForwardConfig]:
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
     under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
     up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, and dense ones with a table of
-    distances, full or causal, of the head dims that models have with them.
+    distances, full or causal, of the head dims that models have with them; causal ones over pages of 16 keys, the size that a
+    cache has where none is asked for.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
@@ -273,6 +310,8 @@ def named_set() -> list[ForwardConfig]:
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
         found[config(Features(dtype, *dims, right=right, batch_invariant=True), True)] = None
     for dims, dtype in product(TILINGS, DTYPES):
+        pages: dict[str, Any] = {"varlen": True, "used": True, "paged": True, "page_box": 16}
+        found[config(Features(dtype, *dims, right=True, **pages), True)] = None
         found.update({config(Features(dtype, *dims), False, shape=name): None for name in ("brief", "square")})
         found[config(Features(dtype, *dims, right=True), True, shape="few")] = None
     return list(found)

@@ -43,8 +43,9 @@ def forward_with_largest(args: AttentionArgs) -> tuple[Tensor, Tensor, Tensor]:
 def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
     """A call made ready: takes any q, k, v and sink that differ from these in contents and addresses only.
 
-    Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k; under a column mask its vectors and their bounds behind
-    those, and of documents where they start; with dropout the seed, last. ``largest`` is raised to the largest logits.
+    Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k, over pages their table; under a column mask its vectors and
+    their bounds behind those, and of documents where they start; with dropout the seed, last. ``largest`` is raised to the
+    largest logits.
     """
     if args.cu_seqlens_q is not None:
         return _bind_packed(args, largest)
@@ -98,7 +99,7 @@ def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tu
         parts = lse if variant.split else None  # not read: of the type
         if split:
             parts = torch.empty(parts_shape, dtype=torch.float32, device=device)
-        given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), bias, largest, *numbers)
+        given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), bias, largest, None, *numbers)
         launch_on(index, function, given)
         return out, lse
 
@@ -134,7 +135,7 @@ def _bind_columns(
             sink = sink.float().contiguous()
         counter = counter_on(device)
         columns = column_mask(*mask)
-        given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), None, None, *numbers)
+        given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), None, None, None, *numbers)
         launch_on(index, function, given)
         return out, lse
 
@@ -241,11 +242,11 @@ def _nothing_seen_packed(
     return out, lse
 
 
-def _bind_packed(args: AttentionArgs, largest: Tensor | None) -> Callable[..., tuple[Tensor, Tensor]]:
+def _bind_packed(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tuple[Tensor, Tensor]]:
     """As ``bind``, of packed sequences, whose starts and lengths may differ too, and the vectors of their mask."""
     q, cu_q = args.q, args.cu_seqlens_q
     assert cu_q is not None
-    (tokens, heads, head_dim), head_dim_v = q.shape, args.v.shape[2]
+    (tokens, heads, head_dim), head_dim_v = q.shape, args.v.shape[-1]
     lse_shape, device, index = (heads, tokens), q.device, q.device.index
     if keeps_nothing(args.left, args.right):
         return partial(_nothing_seen_packed, lse_shape)
@@ -258,14 +259,19 @@ def _bind_packed(args: AttentionArgs, largest: Tensor | None) -> Callable[..., t
     box, box_v = variant.boxes
     whole = head_dim > variant.head_dim - box and head_dim_v > variant.head_dim_v - box_v  # as ``filled`` has it
     dropout, bias = dropped(args), added(args)
+    wide = args.block_table is not None and args.block_table.shape[1] != 1
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
-        *mask: Tensor | None, seed: Tensor | None = None,
+        *others: Tensor | None, seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         cu_q = cu_q.contiguous()
-        cu_k = cu_q if cu_k is None else cu_k.contiguous()
+        columns = table = None
+        if variant.paged:
+            table = others[0] if wide else one_page(*others)
+        else:
+            cu_k = cu_q if cu_k is None else cu_k.contiguous()
         if used is not None:
             used = used.contiguous()
         if sink is not None:
@@ -274,12 +280,20 @@ def _bind_packed(args: AttentionArgs, largest: Tensor | None) -> Callable[..., t
         if not whole:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
-        columns = column_mask(*mask) if variant.columns else None
-        given = (q, k, v, out, lse, sink, cu_q, cu_k, used, counter, None, columns, dropout(seed), bias, largest, *numbers)
+        if variant.columns:
+            columns = column_mask(*others)
+        packed = cu_q, cu_k, used, counter
+        given = (q, k, v, out, lse, sink, *packed, None, columns, dropout(seed), bias, largest, table, *numbers)
         launch_on(index, function, given)
         return out, lse
 
     return with_seed(args, launch)
+
+
+def one_page(table: Tensor | None) -> Tensor:
+    """A table of one page a sequence as a module takes it: its second stride may be any, and counts for the module."""
+    assert table is not None
+    return table[:, 0].unsqueeze(-1)
 
 
 # Counters of packed calls, zeroed many at a time, by device and stream.
@@ -330,11 +344,16 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
     """Launch the module's kernels on one token: CUDA loads their code when they are first launched."""
     packed: tuple[Tensor | None, ...] = (None, None, None, None)
     shape: tuple[int, ...] = (1, 1)
+    table = None
     if args.cu_seqlens_q is not None:
         ones = args.cu_seqlens_q.new_tensor([0, 1])
         packed = (ones, ones, None if args.seqused_k is None else ones[1:], ones.new_zeros(1))
         shape = (1,)
-    q, k, v = (t.new_zeros((*shape, *t.shape[len(shape) :])) for t in (args.q, args.k, args.v))
+        if variant.paged:
+            packed, table = (ones, None, *packed[2:]), ones.new_zeros(1, 1)
+    q, k, v = (t.new_zeros((*shape, *t.shape[-2:])) for t in (args.q, args.k, args.v))
+    if variant.paged:
+        k, v = k[None], v[None]  # a page of a key
     out, lse = _outputs(q, v, (*shape[1:], q.shape[-2], 1))
     split = int(variant.split)
     parts = lse.new_empty(parts_shape_of(1, variant)) if split else None
@@ -349,7 +368,8 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
     dropout, bias = dropped(args)(args.dropout_seed), added(one_entry(args))
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
-    launch_on(q.device.index, function, (q, k, v, out, lse, sink, *packed, parts, mask, dropout, bias, largest, *numbers))
+    given = (q, k, v, out, lse, sink, *packed, parts, mask, dropout, bias, largest, table, *numbers)
+    launch_on(q.device.index, function, given)
 
 
 def numbers_of(

@@ -63,6 +63,11 @@ def distances(gradient: bool = False) -> tuple[Any, ...]:
     return (rows(2), spread, Int32(0), *((rows(2),) if gradient else ()))
 
 
+def table() -> Any:
+    """Page numbers of sequences, int32 (sequences, pages of one), those of a sequence side by side."""
+    return make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4)
+
+
 def stream() -> Any:
     """The stream that torch works on."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)

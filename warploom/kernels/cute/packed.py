@@ -1,4 +1,4 @@
-"""Packed sequences: where they start and end, and how TMA reads them. Imports the CuTe DSL."""
+"""Packed and paged sequences: where they start and end, and how TMA reads them. Imports the CuTe DSL."""
 
 from __future__ import annotations
 
@@ -28,11 +28,30 @@ def sequence_rows(t: Any, head: Any, end: Any, length: Any) -> Any:
     return cute.domain_offset((RAGGED - length, 0), t[None, None, head, end])
 
 
+def page_rows(t: Any) -> Any:
+    """Pages (page_size, head_dim, heads, pages) as (RAGGED, head_dim, heads, end, pages), as ``ragged`` has a packed tensor.
+
+    Row RAGGED - n + i of end e is key e - n + i of the page, and rows that do not count stand past the last one.
+    """
+    layout = cute.make_layout(
+        (RAGGED, t.shape[1], t.shape[2], t.shape[0] + 1, t.shape[3]), stride=(*t.stride[:3], t.stride[0], t.stride[3])
+    )
+    return cute.make_tensor(cute.domain_offset((-RAGGED, 0, 0, 0), t).iterator, layout)
+
+
 @cute.jit
 def bounds(cu, sequence, total):
     """Start and length of a sequence, inside of the packed tokens whatever the contents say."""
     start = cutlass.min(cutlass.max(cu[sequence], 0), total)
     return start, cutlass.max(cutlass.min(cu[sequence + 1], total) - start, 0)
+
+
+@cute.jit
+def seen_end(config, seqlen_k, right):
+    """How many keys there are up to the last one that some query sees."""
+    if const_expr(config.right):
+        seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
+    return seqlen_k
 
 
 @cute.jit
@@ -42,8 +61,7 @@ def seen_keys(config, k_start, seqlen_k, shift, left, right):
     So they stay outside of what TMA reads.
     """
     hidden = Int32(0)
-    if const_expr(config.right):
-        seqlen_k = cutlass.max(cutlass.min(seqlen_k, seqlen_k + right), 0)
+    seqlen_k = seen_end(config, seqlen_k, right)
     if const_expr(config.left):
         hidden = cutlass.min(cutlass.max(shift - left, 0), seqlen_k)
         k_start += hidden

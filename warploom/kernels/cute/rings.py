@@ -29,11 +29,11 @@ class Mbarriers:
         return first
 
 
-def init_rings(stages: int, *rings: tuple[Any, Any, int]) -> None:
-    """The barriers (full, empty, releases) of rings, whose stages are free after so many releases."""
+def init_rings(stages: int, *rings: tuple[Any, Any, int], loads: int = 1) -> None:
+    """The barriers (full, empty, releases) of rings, whose stages so many warps fill, and are free after so many releases."""
     for i in range(stages):
         for full, empty, releases in rings:
-            cute.arch.mbarrier_init(full + i, 1)
+            cute.arch.mbarrier_init(full + i, loads)
             cute.arch.mbarrier_init(empty + i, releases)
 
 
