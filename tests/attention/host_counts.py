@@ -211,7 +211,7 @@ def check_packed(backend: str, preparing: list[str], forward: list[str]) -> None
 
 
 def check_fp8() -> None:
-    """Dense FP8 inputs run a kernel of FP8; packed ones that of bf16, whatever half precision the result has."""
+    """FP8 inputs run a kernel of FP8, dense and packed, whatever half precision the result has."""
     recorder = Recorder()
     with hopper(recorder) as fresh:
         fresh()
@@ -223,7 +223,7 @@ def check_fp8() -> None:
             starts = torch.tensor([0, SEQLEN], dtype=torch.int32)
             rows = [torch.randn(SEQLEN, heads, 64).to(dtype) for heads in (4, 2, 2)]
             assert warploom.attention_varlen(*quantize(*rows, cu_seqlens_q=starts), starts, causal=True).dtype == dtype
-            assert recorder.launches[-1]["kernel"].startswith("attn_fwd_sm90_bfloat16_d64")
+            assert recorder.launches[-1]["kernel"].startswith(f"attn_fwd_fp8_sm90_{name}_d64"), recorder.launches[-1]
 
 
 # Calls that lines of the package make, of its own functions and of torch's and Python's. Each takes the host 0.05 to 1 us, and

@@ -126,7 +126,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         if const_expr(self.config.dealt or self.config.ordered > 0):
             masked = (bounds, k, n_blocks, section, left, right, blocks, split)
         if const_expr(self.reads_distances):
-            self.spread(bias, scale).launch(grid=[bias[0].shape[0], 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
+            table_heads = bias[0].shape[0]  # type: ignore[index]
+            self.spread(bias, scale).launch(grid=[table_heads, 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
         self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, masked, bias, m_blocks).launch(
             grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
         )  # fmt: skip

@@ -25,7 +25,7 @@ from warploom.attention.hopper.backward_base import (
     Work,
 )
 from warploom.attention.hopper.backward_deal import Dealer
-from warploom.attention.hopper.backward_distances import FAR, NEAR, DistanceSteps
+from warploom.attention.hopper.backward_distances import FAR, NEAR
 from warploom.attention.hopper.backward_dropout import DropoutSteps
 from warploom.kernels.cute.barriers import BackwardBarrier, StepBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
@@ -74,7 +74,7 @@ def add(four, source):
         four[n] += found[n]
 
 
-class Consumers(Dealer, DropoutSteps, DistanceSteps):
+class Consumers(Dealer, DropoutSteps):
     """What both consumer warpgroups run; ``compute_blocks`` is of persistent blocks."""
 
     # A block

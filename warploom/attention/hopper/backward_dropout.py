@@ -14,6 +14,7 @@ from cutlass import Int32, const_expr
 
 from warploom.attention.hopper.backward_base import LOADER, Work
 from warploom.attention.hopper.backward_bias import BiasSteps
+from warploom.attention.hopper.backward_distances import DistanceSteps
 from warploom.kernels.cute.dropout import bits_of_columns, kept
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import pin_bits, reload
@@ -28,7 +29,7 @@ class Drops(Fields):
     bits: Any  # registers: of a step
 
 
-class DropoutSteps(BiasSteps):
+class DropoutSteps(BiasSteps, DistanceSteps):
     """Of accumulators whose rows are keys."""
 
     def drops(self, work: Any) -> Drops | None:

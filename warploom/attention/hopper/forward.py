@@ -102,7 +102,8 @@ class HopperForward(PagedProducer, ColumnProducer, ColumnConsumers, Merge):
         pv = product(self.dtype, (64, config.head_dim_v, 16), IN_REGISTERS, BY_K, BY_MN)
         multiplier, cap_in = multipliers(config, scale, softcap)
         if const_expr(self.reads_distances):
-            self.spread(bias, scale).launch(grid=[bias[0].shape[0], 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
+            table_heads = bias[0].shape[0]  # type: ignore[index]
+            self.spread(bias, scale).launch(grid=[table_heads, 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
         heads = Int32(0)
         if const_expr(not config.varlen):
             heads = self.tile_heads(lse.shape[1], k.shape[2])

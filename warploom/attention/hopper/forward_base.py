@@ -139,3 +139,7 @@ class ForwardBase:
     def leave_list(self, shared: Any, stage: Any) -> None:
         """Every lane says so, as in ``next_tile``."""
         cute.arch.mbarrier_arrive(shared.tile_empty + stage)
+
+    def first_column(self, lane: Any) -> Any:
+        """The first of a lane's columns."""
+        return lane % 4 * 2

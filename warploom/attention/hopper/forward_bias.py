@@ -56,7 +56,7 @@ class BiasedScores(ForwardBase):
             left = mma.make_fragment_A(thread.partition_shape_A((64, PIECES)))
             right = mma.make_fragment_B(thread.partition_B(shared.alibi))
         return Alibi(
-            slopes=slopes_of(bias),
+            slopes=slopes_of(bias),  # type: ignore[arg-type]
             slope=cute.make_rmem_tensor(2 if self.config.pack_gqa else 1, Float32),
             apart=cute.make_rmem_tensor(2, Float32),
             right_first=cute.make_rmem_tensor(1, Int32),

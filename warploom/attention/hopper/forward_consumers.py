@@ -92,7 +92,7 @@ class Consumers(BiasedScores, DistanceScores):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_in_group = thread // 32 * 16 + thread % 32 // 4  # and that + 8
-        rows = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, bias, scales)
+        warpgroup_rows = self.rows(shared, mma_qk, mma_pv, group, multiplier, cap_in, dropout, bias, scales)
         if group == self.warpgroups - 1:
             self.pass_ping_pong(group)  # the first one begins
 
@@ -113,7 +113,7 @@ class Consumers(BiasedScores, DistanceScores):
                 present = top < seqlen_q
             places = [self.place(m_block, head, local + 8 * r, members, seqlen_q) for r in range(2)]
             q_slot, q_phase = self.q_place(group, q_turn)
-            work = self.with_queries(rows, q_slot)
+            work = self.with_queries(warpgroup_rows, q_slot)
             self.start(work, head, batch, places)
             self.find_scales(work, head, batch, top, q_start, k_start)
             if const_expr(self.biased):
@@ -153,9 +153,9 @@ class Consumers(BiasedScores, DistanceScores):
                     self.softmax(work, n, True)
                     self.keep_scale(work)
                     self.pack(work, n)
-                    rows = (m_block * self.tile_m, seqlen_q, shift, left, right)
+                    extent = (m_block * self.tile_m, seqlen_q, shift, left, right)
                     if const_expr(self.reads_distances):
-                        self.clear_unseen(work, n, stage, phase, rows)
+                        self.clear_unseen(work, n, stage, phase, extent)
                     if const_expr(self.begins and not config.right):
                         # Without a limit on the right only the first tile may be partial.
                         for _ in cutlass.range(n - cutlass.max(work.alibi.right_first[0], whole_first), unroll=1):
@@ -174,7 +174,7 @@ class Consumers(BiasedScores, DistanceScores):
                         whole_end = cutlass.min(whole_end, near_first) if hides == 1 else whole_end
                     for _ in cutlass.range(n - cutlass.max(whole_end, own_first), unroll=1):
                         n -= 1
-                        stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR, rows)
+                        stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR, extent)
                     if const_expr(self.reads_distances):
                         for _ in cutlass.range(n - near_first, unroll=1):
                             n -= 1
@@ -185,7 +185,7 @@ class Consumers(BiasedScores, DistanceScores):
                     if const_expr(config.left):
                         for _ in cutlass.range(n - own_first, unroll=1):
                             n -= 1
-                            stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR, rows)
+                            stage, phase = self.step(work, n, own_first, stage, phase, True, NEAR, extent)
                 q_turn = self.next_q(q_turn)
                 if own_first >= own_end:
                     release(shared.q_empty + q_slot)
@@ -530,10 +530,6 @@ class Consumers(BiasedScores, DistanceScores):
                 for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
                     at = self.element(c)
                     rows[r, at] = rows[r, at] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
-
-    def first_column(self, lane: Any) -> Any:
-        """The first of a lane's columns."""
-        return lane % 4 * 2
 
     def element(self, c: int) -> int:
         """Where the ``c``-th of a thread's columns stands in its row of the accumulator."""

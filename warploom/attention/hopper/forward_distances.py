@@ -61,7 +61,7 @@ class DistanceScores(ForwardBase):
         if not self.reads_distances:
             return None
         return DistanceRows(
-            given=distances_of(bias),
+            given=distances_of(bias),  # type: ignore[arg-type]
             head=cute.make_rmem_tensor(1, Int64),
             places=cute.make_rmem_tensor(2, Int32),
             base=cute.make_rmem_tensor(1, Float32),
