@@ -47,7 +47,8 @@ class BiasedScores(ForwardBase):
     """What consumer warpgroups do for a bias."""
 
     def alibi(self, bias: Any, shared: Any) -> Alibi | None:
-        if not self.biased:
+        slopes = slopes_of(bias) if self.biased else None
+        if slopes is None:
             return None
         mma, left, right = None, None, None
         if self.multiplies:
@@ -56,7 +57,7 @@ class BiasedScores(ForwardBase):
             left = mma.make_fragment_A(thread.partition_shape_A((64, PIECES)))
             right = mma.make_fragment_B(thread.partition_B(shared.alibi))
         return Alibi(
-            slopes=slopes_of(bias),  # type: ignore[arg-type]
+            slopes=slopes,
             slope=cute.make_rmem_tensor(2 if self.config.pack_gqa else 1, Float32),
             apart=cute.make_rmem_tensor(2, Float32),
             right_first=cute.make_rmem_tensor(1, Int32),

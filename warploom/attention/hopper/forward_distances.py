@@ -58,10 +58,11 @@ class DistanceScores(ForwardBase):
         spread_out(distances_of(distances), scale, False)
 
     def distances(self, bias: Any) -> DistanceRows | None:
-        if not self.reads_distances:
+        given = distances_of(bias) if self.reads_distances else None
+        if given is None:
             return None
         return DistanceRows(
-            given=distances_of(bias),  # type: ignore[arg-type]
+            given=given,
             head=cute.make_rmem_tensor(1, Int64),
             places=cute.make_rmem_tensor(2, Int32),
             base=cute.make_rmem_tensor(1, Float32),
@@ -81,7 +82,7 @@ class DistanceScores(ForwardBase):
         first = top + shift + given.origin  # distance of the first query to key 0
         own.head[0] = (start + HEADER).toint()
         own.places[0] = PAD + entries - 1 - first
-        own.places[1] = top - query + self.first_column(cute.arch.lane_idx())
+        own.places[1] = top - query + cute.arch.lane_idx() % 4 * 2
         own.base[0] = facts[BASE] * LOG2_E
         own.right[0] = facts[RIGHT]
         left = cutlass.max(first - entries + 2, 0) // tile_n
