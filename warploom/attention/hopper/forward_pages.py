@@ -41,7 +41,7 @@ class PagedProducer(Producer):
         """Every ``loaders``-th box of K one tile ahead of V; the first warp also Q of each warpgroup, once a tile."""
         group = lse.shape[0] // k.shape[2]
         sizes = k.shape[3] - 1, k.shape[4]
-        q_phase = Int32(1)
+        q_turn = Int32(self.q_stages)
         k_stage, k_phase = Int32(0), Int32(1)
         v_stage, v_phase = Int32(0), Int32(1)
         landed = Int32(0)  # phase of ``v_landed``
@@ -57,10 +57,11 @@ class PagedProducer(Producer):
                 k_stage, k_phase = self.push_pages(keys, part, end - 1, page, slot, seqlen_k, k_stage, k_phase)
                 if part == 0:
                     for i in cutlass.range_constexpr(self.warpgroups):
-                        cute.arch.mbarrier_wait(shared.q_empty + i, q_phase)
-                        self.expect_queries(shared, i)
-                        self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, i, shared.q_full + i)
-                q_phase ^= 1
+                        place, q_phase = self.q_place(i, q_turn)
+                        cute.arch.mbarrier_wait(shared.q_empty + place, q_phase)
+                        self.expect_queries(shared, place)
+                        self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, place, shared.q_full + place)
+                q_turn = self.next_q(q_turn)
                 for j in cutlass.range(end - first - 1, unroll=1):
                     n = end - 1 - j
                     page_v, slot_v = page, slot
