@@ -29,6 +29,7 @@ from warploom.attention.hopper.plan import (
     largest_refusal,
     pages_refusal,
     pages_unchecked,
+    table_gradient_apart,
     takes_columns,
     takes_dropout,
     tile_dims,
@@ -145,7 +146,9 @@ class Hopper(Beside):
         return traced.cannot_run()
 
     def declines(self, problem: AttentionProblem | None = None) -> str | None:
-        return None if problem is None or max(problem.head_dim, problem.head_dim_v) > 256 else pages_unchecked(problem)
+        if problem is None or max(problem.head_dim, problem.head_dim_v) > 256:
+            return None
+        return pages_unchecked(problem) or table_gradient_apart(problem)
 
     def wavers(self, problem: AttentionProblem | None = None) -> bool:
         """Where it builds no modules, another process may."""
