@@ -40,6 +40,7 @@ class Walk:
         CONSUMERS,
         "Consumers.compute",
         **{"key_tiles": key_tiles, "whole_tiles": whole_tiles, "WARPGROUP": 128},
+        **{name: name for name in ("NEAR", "FAR_LEFT", "FAR_RIGHT")},
         **{name: NOTHING for name in ("gemm", "pack", "release", "warpgroup")},
         advance=lambda stage, phase, stages: (stage, phase),
         cute=SimpleNamespace(
@@ -55,7 +56,7 @@ class Walk:
     def __init__(self, config: Any, row: int, seqlen_q: int, seqlen_k: int, first: int, end: int) -> None:
         """The first warpgroup of a query tile whose first row is ``row``, which has key tiles [first, end)."""
         self.config, self.tile_m, self.warpgroups, self.stages, self.tile_stages, self.dtype = config, 64, 1, 2, 2, None
-        self.biased = self.begins = self.multiplies = False
+        self.biased = self.begins = self.multiplies = self.reads_distances = False
         shift = seqlen_k - seqlen_q
         assert row % 64 == 0
         self.tiles = iter([(row // 64, 0, 0, first, end, -1, 0, seqlen_q, 0, seqlen_k, shift), (-1,) * 11])
@@ -67,6 +68,14 @@ class Walk:
     def rows(self, *_: Any) -> Nothing:
         return NOTHING
 
+    def q_place(self, group: int, turn: int) -> tuple[int, int]:
+        return group, turn
+
+    def next_q(self, turn: int) -> int:
+        return turn ^ 1
+
+    with_queries = rows
+
     def place(self, m_block: int, head: int, local: int, members: int, seqlen_q: int) -> tuple[int, int]:
         return 64 * m_block + local, head
 
@@ -77,7 +86,7 @@ class Walk:
     def softmax(self, work: Any, n: int, masked: bool) -> None:
         self.events.append(("computed", n, masked))
 
-    def step(self, work: Any, n: int, last: int, stage: int, phase: int, masked: bool) -> tuple[int, int]:
+    def step(self, work: Any, n: int, last: int, stage: int, phase: int, masked: bool, *_: Any) -> tuple[int, int]:
         self.events.append(("computed", n, masked))
         return stage, phase
 
@@ -114,7 +123,7 @@ def test_every_row_gets_its_keys() -> None:
     for seqlen_q, seqlen_k, tile_n, groups, left, right in calls(4000):
         call = (seqlen_q, seqlen_k, left, right, tile_n)
         config = SimpleNamespace(
-            tile_n=tile_n, left=left is not None, right=right is not None, pack_gqa=0, varlen=False, split=False
+            tile_n=tile_n, left=left is not None, right=right is not None, pack_gqa=0, varlen=False, split=False, largest=False
         )
         shift, band = seqlen_k - seqlen_q, (left or 0, right or 0)
         tile = draw.randrange(ceil_div(seqlen_q, 64 * groups)) * 64 * groups

@@ -21,6 +21,7 @@ def test_named_barriers_of_a_kernel_do_not_overlap() -> None:
         (found.BackwardBarrier, found.PairBarrier),
         (found.WalkBarrier,),
         (found.DecodeBarrier,),
+        (found.LatentBarrier,),
         (found.DeltaBarrier,),
     ]
     known = {kind for kinds in kernels for kind in kinds}

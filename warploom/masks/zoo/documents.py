@@ -119,7 +119,7 @@ class Document(Mask):
         rows = self.bounds
         if rows is None or rows.shape[0] != 1 or seqlen_q != seqlen_k:
             return None
-        count = rows.shape[1] - (self.kind == "cu_seqlens")
+        count = rows.shape[1] - int(self.kind == "cu_seqlens")
         if not 0 < count * SHORTEST <= seqlen_k:
             return None
         if self.kind == "cu_seqlens" and not (rows.device.type == "cpu" and readable(rows) and int(rows[0, 0]) == 0):
