@@ -73,13 +73,13 @@ def test_the_documentation_counts_what_the_table_counts():
     assert f"transformers {table['transformers']}" in text
 
 
-def test_register_the_extra_and_the_documentation_name_one_oldest_version():
-    oldest = ".".join(map(str, integration.OLDEST))
+def test_register_the_extra_and_the_documentation_name_the_same_versions():
+    oldest, newest, next_one = ".".join(map(str, integration.OLDEST)), "5.23", "5.24"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = [r for extra in ("transformers", "demo") for r in extras[extra] if r.startswith("transformers")]
-    assert wanted == [f"transformers>={oldest},<6"] * 2
+    assert wanted == [f"transformers>={oldest},<{next_one}"] * 2
     for page in ("transformers.md", "install.md"):
-        assert re.search(rf"transformers {re.escape(oldest)}\b", (ROOT / "docs" / page).read_text(), re.IGNORECASE)
+        assert re.search(rf"transformers {re.escape(oldest)} to {re.escape(newest)}\b", (ROOT / "docs" / page).read_text(), re.IGNORECASE)
 
 
 @pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.3.0", "5.3.0.dev0"])
