@@ -51,7 +51,7 @@ class Gathering(Pending):
         parts = self._found.view(len(self._layout.counts), -1).split([prod(shape) for shape in self._shapes], 1)
         found = [part.unflatten(1, shape) for part, shape in zip(parts, self._shapes, strict=True)]  # of each rank
         segments = self._layout.segments
-        if len(segments) <= MOST_SEGMENTS:
+        if 0 < len(segments) <= MOST_SEGMENTS:
             return [torch.cat([t[rank, :, at : at + b - a] for rank, at, a, b in segments], 1) for t in found]
         # With the batch first ranks and rows are one dimension.
         return [t.transpose(0, 1).flatten(1, 2).index_select(1, self._places) for t in found]
