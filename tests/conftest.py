@@ -1,11 +1,13 @@
-"""Hypothesis draws anew on every run by hand and the same examples in CI, whose verdict is to be about the change.
+"""Tests draw anew on every run by hand and the same numbers in CI, whose verdict is to be about the change.
 
-It looks at no clock: an example may take as long as a busy machine needs.
+Hypothesis looks at no clock: an example may take as long as a busy machine needs.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import zlib
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +18,26 @@ settings.register_profile(
     "here", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
 )
 settings.load_profile("here")
+
+SEED = "WARPLOOM_TEST_SEED"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers are started afterwards and take the seed from the environment."""
+    os.environ.setdefault(SEED, "0" if os.environ.get("CI") else str(random.randrange(2**32)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"{SEED}={os.environ[SEED]} draws these numbers again")
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """Of its name and the run's seed, so that a test draws the same alone, in any order and on any worker."""
+    seed = zlib.crc32(f"{os.environ[SEED]} {request.node.nodeid}".encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _poisoned(warn_only: bool) -> Iterator[None]:
