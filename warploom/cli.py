@@ -10,11 +10,14 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from typing import Any
 
 import warploom
 from warploom import deferred
+from warploom.runtime.suggest import meant
 
 COMMANDS = {
     "doctor": ("warploom.commands.options.doctor", "what is installed, what can run here, and why the rest cannot"),
@@ -26,8 +29,26 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, which names what was meant by a name that is none, and shows the usage of the command that it is of."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # its overloads are argparse's own
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [option for action in self._actions for option in action.option_strings]
+            near = meant(unknown[0].partition("=")[0], options) if unknown[0].startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(action, f"{error.message}{meant(value, action.choices or ())}") from None
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="warploom",
         description="Attention for PyTorch: look at a machine, ask for a plan, run the demo.",
         epilog="Every command takes --json and --help.",
@@ -49,12 +70,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 for success, 1 for what failed, 2 for bad input, 130 for Ctrl-C."""
+    """Run one command; the exit status is 0 for success, 1 for what failed, 2 for bad input or a lack, 130 for Ctrl-C."""
     command = "warploom"
     try:
         options = make_parser().parse_args(arguments)
         command = f"warploom {options.command}"
-        deferred.complete()
+        with warnings.catch_warnings():  # torch's, of a package that no command needs
+            warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+            deferred.complete()
         with _interruptible():
             status: int = options.run(options)
             sys.stdout.flush()
@@ -67,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         return _end(command, f"this needs more memory than there is{f' ({error})' if str(error) else ''}", 1)
     except ImportError as error:
-        if error.name is None:  # our own words
-            return _end(command, str(error), 1)
+        if error.name is None:  # our own words: a package that is missing
+            return _end(command, str(error), 2)
         return _end(command, f"{error.name} cannot be imported ({error}); warploom doctor says what needs it", 1)
     except BrokenPipeError:
         # The reader has left, as `head` does. What is still buffered must go somewhere when Python ends.

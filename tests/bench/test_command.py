@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -40,6 +41,27 @@ def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
         assert row["contenders"]["warploom"]["ms"] > 0, row
         assert not any("wrong" in found for found in row["contenders"].values()), row
     assert run["roofs"]["gemm_tflops"] > 0 and "seed" in run and run["torch"]
+
+
+def test_no_rate_is_shown_as_none(capsys: pytest.CaptureFixture) -> None:
+    """Cases of --quick are so small that whole TFLOP/s are 0; and no line is empty."""
+    assert main([*QUICK, "--only", "D16 S128 full"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert " TFLOP/s" in line and " 0 TFLOP/s" not in line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_waits_for_a_named_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Also beside --json, whose rows come at the end."""
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+    assert main([*QUICK, "--only", "D16 S128 full", "--json"]) == 0
+    assert "[1/1] D16 S128 full …" in shown.getvalue() and shown.getvalue().endswith("\r\x1b[K")
+    assert json.loads(capsys.readouterr().out)["rows"]
 
 
 def test_json_and_choice(capsys: pytest.CaptureFixture) -> None:

@@ -102,3 +102,10 @@ def test_a_module_that_others_can_write_fails_its_row_alone(cache: Path, compile
     rows = build.build_all(SPECS, jobs=2, quiet=True)
     assert ["error" in row for row in rows] == [False, True, True, False, False]
     assert "can be written by others" in rows[2]["error"] and "kernel_2" not in compiler.asked
+
+
+def test_a_log_saw_nothing_of_a_long_build(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where stderr is no terminal, as in the build of an image."""
+    many = [ModuleSpec(f"many_{i}", "sm_90a", "nowhere:build", (), ("runtime/cubin.py",)) for i in range(40)]
+    build.build_all(many, jobs=2, quiet=False)
+    assert capsys.readouterr().err.splitlines() == [f"{4 * tenth}/40 modules" for tenth in range(1, 11)]

@@ -61,6 +61,43 @@ def test_one_sentence(arguments: list[str], words: str, here: Path, capsys: pyte
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["explian"], "explain"),
+        (["explain", "--seqlen", "8", "--heads", "4", "--casual"], "--causal"),
+        (["explain", "--seqlen", "8", "--heads", "4", "--dtype", "bf61"], "bf16"),
+        (["explain", "--seqlen", "8", "--heads", "4", "--device", "H10"], "h100"),
+        (["explain", "--seqlen", "8", "--heads", "4", "--backend", "hoper"], "hopper"),
+        (["explain", "--seqlen", "8", "--heads", "4", "--mask", "Docment([8])"], "Document(...)"),
+        (["explain", "--seqlen", "8", "--heads", "4", "--mask", "causal"], "Causal(...)"),
+        (["banks", "--access", "ldmatix.x4", "--rows", "8", "--cols", "64"], "ldmatrix.x4"),
+        (["banks", "--atom", "wgmma-k128"], "wgmma-k-128"),
+        (["bench", "masks", "--device", "cpu", "--masks", "tre", "--list"], "tree"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else value,
+)
+def test_what_was_meant_is_named(arguments: list[str], name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = main(arguments)
+    except SystemExit as left:  # argparse's
+        status = int(left.code or 0)
+    err = capsys.readouterr().err
+    assert status == 2 and err.endswith(f"; did you mean {name!r}?\n"), err
+
+
+def test_a_name_like_none_is_not_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--seqlen", "8", "--heads", "4", "--mask", "Nope(3)"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_an_unknown_option_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--seqlen", "8", "--heads", "4", "--nothing-like-it"])
+    err = capsys.readouterr().err
+    assert err.startswith("usage: warploom explain ") and err.endswith("unrecognized arguments: --nothing-like-it\n")
+
+
 @pytest.mark.parametrize("number", ["0", "-1", "x", "1.5", str(10**18)])
 @pytest.mark.parametrize("option", [("bench", "--repeats"), ("bench", "--warm"), ("build", "--jobs")], ids=" ".join)
 def test_numbers_within_their_limits(option: tuple[str, str], number: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +151,7 @@ def test_pictures_without_matplotlib_name_the_extra(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([*TILE, "--draw", "tile.png"]) == 1
+    assert main([*TILE, "--draw", "tile.png"]) == 2
     err = capsys.readouterr().err
     assert err == "warploom banks: banks as .png need matplotlib (pip install 'warploom[lab]'); .svg and .html need nothing\n"
     assert not (here / "tile.png").exists()

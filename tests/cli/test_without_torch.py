@@ -54,6 +54,13 @@ def test_wrong_usage_imported_torch(tmp_path: Path) -> None:
     assert ended.returncode == 2 and ended.stderr.endswith("spared\n")
 
 
+def test_torch_warned_of_numpy_at_every_command(tmp_path: Path) -> None:
+    """Where NumPy is not installed, which no command needs."""
+    without = script(tmp_path, "import sys; sys.modules['numpy'] = None" + SCRIPT)
+    ended = run(without, "explain", "--seqlen", "8", "--heads", "2")
+    assert (ended.returncode, ended.stderr) == (0, "imported\n")
+
+
 @pytest.mark.parametrize(
     "first",
     [

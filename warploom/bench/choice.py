@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from warploom.runtime.suggest import meant
+
 SUITES = ("forward", "backward", "masks", "decode", "serving", "linear", "fp8", "bias", "training", "distributed")
 MOST = 25  # rounds of one comparison
 
@@ -36,6 +38,6 @@ def chosen(argument: str, wanted: Sequence[str] | None, names: Iterable[str], pa
         plain = each.replace("-", " ").replace("_", " ").casefold()
         fits = [name for name in names if (plain in name.casefold() if part else plain == name.casefold())]
         if not fits:
-            raise ValueError(f"{argument} {each}: there is none; there are {', '.join(names)}")
+            raise ValueError(f"{argument} {each}: there is none; there are {', '.join(names)}{meant(plain, names)}")
         found.update(fits)
     return [name for name in names if name in found]

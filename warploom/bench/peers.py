@@ -121,6 +121,8 @@ def fla(family: str, name: str) -> Callable[..., Any]:
     try:
         return getattr(import_module(f"fla.ops.{family}"), name)
     except Exception as error:  # its imports fail in many ways where a version does not match
+        if isinstance(error, ModuleNotFoundError) and error.name in ("fla", "fla.ops"):
+            raise NotHere("flash-linear-attention is not installed") from None
         raise NotHere(f"flash-linear-attention cannot be imported: {first_line(error)}") from error
 
 

@@ -133,7 +133,8 @@ def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace)
             found["left_out"] = [c.name for c in chosen[number - 1 :]]
             print(f"stopped after {begun - started:.0f} s: {len(found['left_out'])} cases left out", file=sys.stderr)
             break
-        for row in _rows(case, timer):
+        place = f"[{number}/{len(chosen)}] {case.name} …"
+        for row in _rows(case, timer, place):
             found["rows"].append(row)
             _write(found, options.out)
             if not options.json:
@@ -151,17 +152,25 @@ def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace)
     if options.json:
         print(json.dumps(found))
     else:
-        print("\n".join(_bar(bar) for bar in found.get("bars", ())))
+        print(*(f"{_bar(bar)}\n" for bar in found.get("bars", ())), sep="", end="")
     ours = [each for row in found["rows"] for name, each in row.get("contenders", {}).items() if name.startswith("warploom")]
     return int(any("wrong" in each for each in ours))
 
 
-def _rows(case: Case, timer: Timer) -> Iterator[dict[str, Any]]:
-    """The case's rows. What a peer prints while it compiles goes to stderr, so that stdout holds what was asked for."""
+def _rows(case: Case, timer: Timer, place: str) -> Iterator[dict[str, Any]]:
+    """The case's rows. What a peer prints while it compiles goes to stderr, so that stdout holds what was asked for.
+
+    A terminal shows ``place`` until a row is there: a case may take a minute.
+    """
     rows = run_case(case, timer)
+    shown = sys.stderr.isatty()
     while True:
+        if shown:
+            print(f"\r\x1b[K{place}", end="", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):
             row = next(rows, None)
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         if row is None:
             return
         yield row
@@ -198,7 +207,7 @@ def describe(row: dict[str, Any]) -> str:
             parts.append(f"{name} {'wrong' if 'wrong' in found else 'refused'}: {found.get('wrong') or found['refused']}")
             continue
         rate = (
-            next((f" {found[key]:.0f} {unit}" for key, unit in RATES.items() if key in found), "")
+            next((f" {_rate(found[key])} {unit}" for key, unit in RATES.items() if key in found), "")
         )
         other = name in ("warploom", mask_bars.DENSE)  # the dense call is another one: its rate counts, not its time
         ratio = f" ({found['ms'] / ours:.2f}×)" if ours and not other else ""
@@ -208,6 +217,11 @@ def describe(row: dict[str, Any]) -> str:
     if "floor_ms" in row and ours:
         parts.append(f"floor {row['floor_ms']:.4g} ms, {row['floor_ms'] / ours:.2f} of ours")
     return f"{row['case']}, {row['measure']}: " + "; ".join(part for part in parts if part)
+
+
+def _rate(rate: float) -> str:
+    """Whole numbers where there are three digits of them, else three digits: cases of --quick are tiny."""
+    return f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _warm(chosen: list[Case], options: argparse.Namespace) -> int:

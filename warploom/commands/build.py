@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import itertools
 import json
 import os
 import sys
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     except CacheError as error:
         raise ValueError(str(error)) from None
     start = time.perf_counter()
-    rows = build_all(specs, options.jobs, quiet=options.json)
+    rows = build_all(specs, options.jobs, quiet=options.json and not sys.stderr.isatty())
     failed = sum("error" in row for row in rows)
     if options.json:
         print(json.dumps({"folder": str(modules.cache_folder()), "modules": rows}, indent=1))
@@ -129,6 +130,7 @@ def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[
     for spec in specs:
         waiting.put(spec)
     rows: dict[str, dict[str, Any]] = {}
+    finished = itertools.count(1)
     compilers: set[Worker] = set()
     stopped = threading.Event()
     ended: SimpleQueue[None] = SimpleQueue()  # of threads, which an interrupted join() would take for ended
@@ -165,7 +167,7 @@ def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[
                     worker = None
             rows[spec.name] = {"name": spec.name, **row}
             if not (quiet or stopped.is_set()):
-                _progress(len(rows), len(specs), spec.name)
+                _progress(next(finished), len(specs), spec.name)
         if worker is not None:
             worker.close()
 
@@ -194,9 +196,12 @@ def build_all(specs: Iterable[ModuleSpec], jobs: int, quiet: bool) -> list[dict[
 
 
 def _progress(done: int, total: int, name: str) -> None:
+    """A bar on a terminal; elsewhere, as where an image is built, a line for each tenth of the modules."""
     if sys.stderr.isatty():
-        bar = "#" * (30 * done // max(total, 1))
+        bar = "#" * (30 * done // total)
         print(f"\r\x1b[K[{bar:<30}] {done}/{total} {name}", end="", file=sys.stderr, flush=True)
+    elif 10 * done // total > 10 * (done - 1) // total:
+        print(f"{done}/{total} modules", file=sys.stderr, flush=True)
 
 
 def _words(row: dict[str, Any]) -> str:

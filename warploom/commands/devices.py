@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from warploom.runtime.suggest import meant
+
 # NVIDIA's table of compute capabilities.
 CAPABILITIES = {
     **dict.fromkeys(("a100", "a30"), (8, 0)),
@@ -29,5 +31,6 @@ def capability(name: str) -> tuple[int, int]:
     if found:
         return int(found[1]), int(found[2])
     if plain not in CAPABILITIES:
-        raise ValueError(f"--device takes cpu, cuda, one of {NAMES}, or a compute capability such as sm_90, got {name!r}")
+        near = meant(name, ["cpu", "cuda", *CAPABILITIES])
+        raise ValueError(f"--device takes cpu, cuda, one of {NAMES}, or a compute capability such as sm_90, got {name!r}{near}")
     return CAPABILITIES[plain]

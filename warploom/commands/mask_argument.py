@@ -6,6 +6,7 @@ import ast
 from typing import Any
 
 from warploom import masks
+from warploom.runtime.suggest import meant
 
 
 def builders() -> dict[str, type]:
@@ -40,7 +41,8 @@ def _build(node: ast.expr, text: str) -> Any:
         return _build(node.left, text) | _build(node.right, text)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id not in known:
         names = ", ".join(sorted(known))
-        raise ValueError(f"--mask: {ast.unparse(node)!r} is no mask; the builders are {names}")
+        near = meant(ast.unparse(node).partition("(")[0], known, "{}(...)")
+        raise ValueError(f"--mask: {ast.unparse(node)!r} is no mask; the builders are {names}{near}")
     name = node.func.id
     try:
         positional = [ast.literal_eval(argument) for argument in node.args]

@@ -8,6 +8,7 @@ from typing import Any
 
 from warploom.runtime.arguments import flag
 from warploom.runtime.backend import Backend
+from warploom.runtime.suggest import meant
 
 _families: dict[str, tuple[Backend, ...]] = {}
 
@@ -48,9 +49,9 @@ def find(name: str, family: str = "attention") -> Backend:
         for implementation in _families[family]:
             if implementation.name == name:
                 return implementation
-    names = ", ".join(repr(i.name) for i in _families[family])
+    names = [i.name for i in _families[family]]
     error = ValueError if isinstance(name, str) else TypeError
-    raise error(f"backend must be one of {names}, got {name!r}")
+    raise error(f"backend must be one of {', '.join(map(repr, names))}, got {name!r}{meant(name, names)}")
 
 
 def choose(problem: Any, backend: str | None = None, family: str = "attention") -> str:

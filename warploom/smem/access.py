@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
+from warploom.runtime.suggest import meant
+
 WARP = 32
 
 
@@ -52,7 +54,7 @@ ACCESSES = _table()
 def access(name: str) -> Access:
     """The instruction of this name: lds.N and sts.N for N bits, ldmatrix.xN and stmatrix.xN, also with .trans."""
     if name not in ACCESSES:
-        raise ValueError(f"access takes one of {', '.join(ACCESSES)}, got {name!r}")
+        raise ValueError(f"access takes one of {', '.join(ACCESSES)}, got {name!r}{meant(name, ACCESSES)}")
     return ACCESSES[name]
 
 

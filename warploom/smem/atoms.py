@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from warploom.runtime.suggest import meant
 from warploom.smem.access import access
 from warploom.smem.laid import LaidTile
 from warploom.smem.layout import TMA_MODES
@@ -66,7 +67,7 @@ class Picture:
 def picture(name: str) -> Picture:
     """The picture of this name, one of `ATOMS`."""
     if name not in ATOMS:
-        raise ValueError(f"atom takes one of {', '.join(ATOMS)}, got {name!r}")
+        raise ValueError(f"atom takes one of {', '.join(ATOMS)}, got {name!r}{meant(name, ATOMS)}")
     return ATOMS[name](name)
 
 

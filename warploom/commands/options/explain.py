@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=_window,
         metavar="L[,R]",
-        help="keys before and after the position; 'none' is unlimited",
+        help="keys before and after the position; 'none' is unlimited, a negative one needs =, as in --window=-1,8",
     )
     features.add_argument("--mask", metavar="EXPRESSION", help=f"one of {', '.join(MASKS)}, or several with &")
     features.add_argument("--softcap", type=float, default=0.0, metavar="C")
