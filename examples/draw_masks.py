@@ -6,6 +6,7 @@ python examples/draw_masks.py [--out masks] [--seqlen 64]
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
 from warploom.masks import Causal, Document, GlobalWindow, Mask, PrefixLM, SlidingWindow
@@ -26,9 +27,13 @@ def masks(seqlen: int) -> dict[str, Mask]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("masks"))
-    parser.add_argument("--seqlen", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path("masks"), help="folder of the pictures (default: masks)")
+    parser.add_argument("--seqlen", type=int, default=64, help="queries and keys (default: 64)")
     options = parser.parse_args()
+    if options.seqlen < 1:
+        parser.error(f"--seqlen takes 1 or more, got {options.seqlen}")
+    if find_spec("matplotlib") is None:
+        parser.error("drawing needs matplotlib: pip install matplotlib")
     options.out.mkdir(parents=True, exist_ok=True)
     for name, mask in masks(options.seqlen).items():
         path = options.out / f"{name}.svg"

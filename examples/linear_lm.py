@@ -165,12 +165,18 @@ def written_anew(model: Model, written: Tensor, prompt: int) -> tuple[float, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("linear", "decay", "delta"), default="linear", help="of the layers")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--tokens", type=int, default=400, help="to write")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
+    kinds = ("linear", "decay", "delta")
+    parser.add_argument("--kind", choices=kinds, default="linear", help="of the layers (default: linear)")
+    parser.add_argument("--steps", type=int, default=300, help="of training (default: 300)")
+    parser.add_argument("--tokens", type=int, default=400, help="to write (default: 400)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and text (default: 0)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     options = parser.parse_args()
+    for name in ("steps", "tokens"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} takes 1 or more, got {getattr(options, name)}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: torch sees no CUDA device here")
     torch.manual_seed(options.seed)
     data = text(options.device)
     model = Model(kind=options.kind).to(options.device)

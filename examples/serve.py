@@ -77,10 +77,14 @@ def anew(model: Model, prompts: list[Tensor], count: int) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=16, help="to write behind each prompt (default: 16)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts (default: 0)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     options = parser.parse_args()
+    if options.tokens < 1:
+        parser.error(f"--tokens takes 1 or more, got {options.tokens}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: torch sees no CUDA device here")
     torch.manual_seed(options.seed)
     model = Model().to(options.device).double()  # so that both ways agree on the likeliest token
     prompts = [torch.randint(VOCABULARY, (n,), device=options.device) for n in (40, 7, 23)]

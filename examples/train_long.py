@@ -132,7 +132,8 @@ def train(
         losses.append(float(total[0] / total[1]))
         if dist.get_rank() == 0 and (step % 10 == 0 or step == steps - 1):
             speed = (step - first + 1) * rows * seqlen / (time.perf_counter() - began)
-            print(f"step {step}: loss {losses[-1]:.4f}, {speed:.0f} tokens/s on {world} processes", flush=True)
+            place = "1 process" if world == 1 else f"{world} processes"
+            print(f"step {step}: loss {losses[-1]:.4f}, {speed:.0f} tokens/s on {place}", flush=True)
     if save is not None and dist.get_rank() == 0:
         torch.save({"model": bare.state_dict(), "optimizer": optimizer.state_dict(), "step": steps}, save)
     dist.barrier()
@@ -142,14 +143,26 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, help="processes that share a row (default: all)")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="of training (default: 40)")
     parser.add_argument("--seqlen", type=int, default=4096, help="tokens of a row (default: 4096)")
     parser.add_argument("--rows", type=int, default=4, help="rows of a step, over all processes (default: 4)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and rows (default: 0)")
     parser.add_argument("--save", help="where to save model, optimizer and step at the end")
     parser.add_argument("--resume", help="what --save wrote, with any number of processes")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where there is one",
+    )
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device here")
+    if args.resume is not None and not os.path.exists(args.resume):
+        parser.error(f"--resume {args.resume}: there is no such file")
+    for name in ("steps", "seqlen", "rows"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} takes 1 or more, got {getattr(args, name)}")
     backend = "nccl" if args.device == "cuda" else "gloo"
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

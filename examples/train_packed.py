@@ -98,10 +98,14 @@ def packed_against_alone(model: Model, device: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=150, help="of training (default: 150)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and documents (default: 0)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps takes 1 or more, got {options.steps}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: torch sees no CUDA device here")
     torch.manual_seed(options.seed)
     model = Model().to(options.device)
     first, last = train(model, options.steps, options.device)

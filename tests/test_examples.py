@@ -69,6 +69,34 @@ def test_masks_are_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert all((tmp_path / "masks" / name).read_text().lstrip().startswith("<?xml") for name in pictures)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve.py", "--tokens", "0"], "--tokens takes 1 or more, got 0"),
+        (["serve.py", "--device", "cuda"], "--device cuda: torch sees no CUDA device here"),
+        (["train_packed.py", "--steps", "0"], "--steps takes 1 or more, got 0"),
+        (["train_packed.py", "--device", "cuda:1"], "--device cuda:1: torch sees no CUDA device here"),
+        (["linear_lm.py", "--tokens", "-1"], "--tokens takes 1 or more, got -1"),
+        (["linear_lm.py", "--device", "cuda"], "--device cuda: torch sees no CUDA device here"),
+        (["train_long.py", "--device", "cuda"], "--device cuda: torch sees no CUDA device here"),
+        (["train_long.py", "--device", "cpu", "--resume", "missing.pt"], "--resume missing.pt: there is no such file"),
+        (["train_long.py", "--device", "cpu", "--rows", "0"], "--rows takes 1 or more, got 0"),
+        (["draw_masks.py", "--seqlen", "0"], "--seqlen takes 1 or more, got 0"),
+        (["draw_masks.py"], "drawing needs matplotlib: pip install matplotlib"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_option_was_a_traceback(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as left:
+        run(arguments[0], monkeypatch, *arguments[1:])
+    assert left.value.code == 2 and capsys.readouterr().err.endswith(f": error: {words}\n")
+
+
 def test_every_example_is_run_by_a_test_and_named_in_the_documentation() -> None:
     tests = "".join(path.read_text() for path in (Path(__file__), Path(__file__).parent / "linear" / "test_example.py"))
     pages = "".join(path.read_text() for path in (EXAMPLES.parent / "docs").glob("*.md"))

@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 for success, 1 for what failed, 2 for bad input or a lack, 130 for Ctrl-C."""
+    """Run one command. Exit status: 0 success, 1 failure, 2 bad input or a missing package, 130 Ctrl-C."""
     command = "warploom"
     try:
         options = make_parser().parse_args(arguments)
