@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -132,14 +133,63 @@ warploom.linear_attention(q, q, q).sum().backward()
     )
 
 
-@pytest.fixture
-def environment() -> ModuleType:
-    """tools/environment.py, the script behind `make test` and `make demo`."""
-    spec = importlib.util.spec_from_file_location("environment", ROOT / "tools" / "environment.py")
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def environment() -> ModuleType:
+    """tools/environment.py, the script behind `make test` and `make demo`."""
+    return tool("environment")
+
+
+def test_make_test_ended_in_a_traceback_when_interrupted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[str] = []
+
+    class Check:
+        def __init__(self, command: list[str], env: dict[str, str]) -> None:
+            self.waits = 0
+
+        def wait(self) -> int:
+            self.waits += 1
+            if self.waits == 1:
+                raise KeyboardInterrupt
+            ended.append("cleaned up")
+            return 2
+
+    check = tool("check")
+    monkeypatch.setattr(check.subprocess, "Popen", Check)
+    assert check.main(["lint", "types"]) == 130
+    assert ended == ["cleaned up"]
+    assert capsys.readouterr().out.splitlines() == ["== lint: ruff check .", "check: interrupted in lint"]
+
+
+def test_an_environment_without_pip_is_made_anew(
+    environment: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Ctrl-C leaves it while it is made."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "import sys; sys.modules[\'pip\'] = None; $2"\n')
+    python.chmod(0o755)
+    run, made = subprocess.run, []
+
+    def recorded(command: list[str], **options: Any) -> Any:
+        if command[1:3] != ["-m", "venv"]:
+            return run(command, **options)
+        made.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(environment.subprocess, "run", recorded)
+    environment.make(str(tmp_path), sys.executable, "")
+    assert not made
+    environment.make(str(tmp_path), str(python), "")
+    assert made == [[sys.executable, "-m", "venv", "--clear", str(tmp_path)]]
 
 
 @pytest.mark.parametrize(

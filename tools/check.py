@@ -26,7 +26,13 @@ def main(names: list[str]) -> int:
     for name in names or CHECKS:
         print(f"== {name}: {' '.join(CHECKS[name])}", flush=True)
         start = time.perf_counter()
-        status = subprocess.run([sys.executable, "-m", *CHECKS[name]], env=environment).returncode
+        process = subprocess.Popen([sys.executable, "-m", *CHECKS[name]], env=environment)
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # Ctrl-C reached it too: what it has to clean up and to say comes first
+            print(f"check: interrupted in {name}", flush=True)
+            return 130
         results[name] = status, time.perf_counter() - start
 
     print("\n== summary")

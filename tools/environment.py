@@ -59,7 +59,8 @@ def pip(python, *arguments):
 
 def make(folder, python, lent):
     ours = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    if answer(python, "import sys; print('%d.%d' % sys.version_info[:2])") == ours:
+    # One that was interrupted while it was made may lack pip.
+    if answer(python, "import sys, pip; print('%d.%d' % sys.version_info[:2])") == ours:
         return
     options = ["--clear"] + (["--system-site-packages"] if lent else [])
     if subprocess.run([sys.executable, "-m", "venv", *options, folder]).returncode:
@@ -111,4 +112,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nenvironment: interrupted; the next run goes on from here", flush=True)
+        sys.exit(130)

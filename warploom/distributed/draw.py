@@ -35,7 +35,7 @@ def draw(path: str | os.PathLike[str], whole: Whole, queries: Layout, chunk: int
         from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing plans needs matplotlib: pip install warploom[demo]") from error
+        raise ImportError("drawing plans needs matplotlib: pip install matplotlib, or 'warploom[lab]'") from error
 
     rows, columns = _edges(seqlen_q, chunk), _edges(seqlen_k, chunk)
     shown = _shown(whole, rows, columns)

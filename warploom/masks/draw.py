@@ -52,7 +52,7 @@ def draw(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("drawing masks needs matplotlib: pip install matplotlib") from error
+        raise ImportError("drawing masks needs matplotlib: pip install matplotlib, or 'warploom[lab]'") from error
 
     # A figure of its own rather than pyplot's: no global state, no window, whatever backend is set.
     figure = Figure(figsize=_figure_size(seqlen_q, seqlen_k), layout="constrained")
