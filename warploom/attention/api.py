@@ -128,27 +128,40 @@ def attention(
 ) -> Any:
     """Exact softmax attention, softmax(scale · q kᵀ + bias, masked) v, differentiable in q, k, v, sink and bias.
 
+    No seqlen_q × seqlen_k matrix is made but by the reference (Dao, FlashAttention-2, arXiv 2307.08691; masks as columns:
+    Wang et al., FlashMask, arXiv 2410.01359). `warploom.explain` takes the same arguments and says what runs, and why::
+
+        q, k, v = (torch.randn(2, 1024, 8, 64) for _ in range(3))
+        out = warploom.attention(q, k, v, causal=True)
+        packed = warploom.masks.Document([600, 424])  # two texts in a row
+        out, lse = warploom.attention(q, k, v, mask=packed, return_lse=True)
+        print(warploom.explain(q, k, v, mask=packed))
+
     Causal masks and windows are bottom-right aligned: with p = i + seqlen_k - seqlen_q, query i sees key j when
-    -right <= p - j <= left. A query that sees no key has out 0 and lse -inf, and zero gradients.
+    -right <= p - j <= left. A query that sees no key has out 0 and lse -inf, or the sink, and zero gradients.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim); float16, bfloat16, float32 or float64. Any strides; where the last
-            dimension is not contiguous a copy is made.
-        k: (batch, seqlen_k, heads_kv, head_dim); heads_q is a multiple of heads_kv.
-        v: (batch, seqlen_k, heads_kv, head_dim_v).
-        mask: a builder or ColumnMask of `warploom.masks`; intersects with causal and window.
+            dimension is not contiguous a copy is made. Sums are fp32 whatever the dtype, fp64 for float64.
+        k: (batch, seqlen_k, heads_kv, head_dim), of q's dtype and device. heads_q is a multiple of heads_kv, and query head
+            h reads key head h // (heads_q / heads_kv), without a copy.
+        v: (batch, seqlen_k, heads_kv, head_dim_v), of q's dtype and device.
+        mask: a builder or ColumnMask of `warploom.masks`; intersects with causal and window. No dense tensor:
+            `ColumnMask.from_dense` turns one into columns.
         causal: hide keys after the query's position, p < j.
-        window: (left, right) keys kept before and after the position; None is unlimited, negatives are legal.
+        window: (left, right) keys kept before and after the position; None is unlimited, negatives are legal. (w - 1, 0) is
+            a causal window of w keys with the query's own.
         scale: factor on q kᵀ; default 1/√head_dim.
         softcap: c > 0 replaces a scaled score s by c · tanh(s / c); 0 is off.
-        sink: (heads_q,) a logit a head that joins the softmax's denominator, neither scaled nor softcapped.
+        sink: (heads_q,) floats, a logit a head that joins the softmax's denominator, neither scaled nor softcapped.
         dropout_p: probability of dropping a softmax weight, in [0, 1).
         dropout_seed: int64 tensor of one element, or an int; default: drawn on q's device by torch's generator.
         deterministic: bitwise equal run to run; None follows torch.are_deterministic_algorithms_enabled(). True where
             batch_invariant is.
         return_lse: also return lse, the natural log of the softmax's denominator (sink included, dropout ignored),
             float32 (batch, heads_q, seqlen_q), differentiable.
-        backend: run this implementation or raise its refusal; default: the first that does not refuse.
+        backend: run this implementation or raise its refusal: "cpu", "hopper", "ampere", "triton" or "reference"; default: the
+            first that does not refuse.
         bias: added to the scaled and softcapped scores, in fp32: a tensor that broadcasts to (batch, heads_q, seqlen_q,
             seqlen_k), of any float dtype and strides, or ALiBi, Relative or Key of `warploom.bias`. -inf hides an element as a
             mask does; what it holds where a mask hides changes nothing. Differentiable, if it asks for a gradient: in its
@@ -173,6 +186,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
+        RuntimeError: under `warploom.strict`, where a call on a GPU would fall to a slower implementation.
     """
     names = () if return_stats == () else checked_names(return_stats)
     key, launch, others, kept, records = launcher.NOTHING
@@ -311,12 +325,18 @@ def attention_varlen(
 ) -> Any:
     """attention() over sequences packed without padding; masks apply within each sequence.
 
+    Two sequences, of 100 and of 28 tokens::
+
+        q, k, v = (torch.randn(128, 8, 64) for _ in range(3))
+        starts = torch.tensor([0, 100, 128], dtype=torch.int32)
+        out = warploom.attention_varlen(q, k, v, starts, causal=True)
+
     Args:
-        q: (total_q, heads_q, head_dim).
-        k, v: (total_k, heads_kv, ·); with block_table the page pools (pages, page_size, heads_kv, ·). Or k is a `PagedKVCache`,
-            which holds the values, the table and the lengths: v, seqused_k and block_table are left out. It may be one of
-            float8_e4m3fn, whose scales and rotation are read as decode() reads them; q then has any float type, which out has
-            too, and nothing may require grad.
+        q: (total_q, heads_q, head_dim), of attention()'s dtypes.
+        k, v: (total_k, heads_kv, ·), of q's dtype and device; with block_table the page pools (pages, page_size, heads_kv, ·).
+            Or k is a `PagedKVCache`, which holds the values, the table and the lengths: v, seqused_k and block_table are left
+            out. It may be one of float8_e4m3fn, whose scales and rotation are read as decode() reads them; q then has any float
+            type, which out has too, and nothing may require grad.
         cu_seqlens_q: int32 (batch + 1,), starts of the sequences in q, from 0. Tokens past the last entry get out 0,
             lse -inf and zero gradients.
         cu_seqlens_k: the same for k; default: cu_seqlens_q. Not with block_table.
@@ -333,6 +353,10 @@ def attention_varlen(
 
     Returns:
         out (total_q, heads_q, head_dim_v), or a tuple of it, of lse (heads_q, total_q) and of an `AttentionStats`, as asked.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as attention() does. What index tensors hold is checked on the CPU, and on a GPU
+            under WARPLOOM_CHECK=1; else it is clamped, and nothing is read or written out of bounds.
     """
     key, launch, others, kept, records = launcher.NOTHING
     longest = (max_seqlen_q, max_seqlen_k)

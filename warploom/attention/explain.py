@@ -43,7 +43,15 @@ def explain(
 
     Takes attention()'s arguments; attention_varlen()'s when ``cu_seqlens_q`` is among them; decode()'s when k is a cache and it
     is not; those of scaled_dot_product_attention() when ``attn_mask``, ``is_causal`` or ``enable_gqa`` is. May read device
-    tensors to count tiles.
+    tensors to count tiles. Of tensors that require grad the backward pass is described too.
+
+    Returns:
+        A `Plan`: ``str(plan)`` is the text for people, ``plan.to_dict()`` the same for programs, ``plan.implementation`` who
+        runs the call, ``plan.reason`` why, ``plan.refused`` who does not and why not.
+
+    Raises:
+        TypeError, ValueError: what the call itself would raise, also the refusal of a ``backend``.
+        RuntimeError: under `warploom.strict`, where a call on a GPU would fall to a slower implementation.
     """
     is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
     arguments.flag("return_lse", return_lse)

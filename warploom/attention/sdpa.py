@@ -31,6 +31,22 @@ def scaled_dot_product_attention(
     alone (query dimension 1) runs here, and a floating point one, as attention()'s bias, where a kernel takes it. Any other
     tensor mask goes to torch's own function: turning a dense boolean mask into columns on the hot path would cost more than it
     saves. explain(..., attn_mask=...) says which, and why. Under `warploom.batch_invariant` such a call raises a ValueError.
+
+    Args:
+        query: (…, heads_q, seqlen_q, head_dim); float16, bfloat16, float32 or float64.
+        key, value: (…, heads_kv, seqlen_k, ·), of query's dtype and device.
+        attn_mask: a mask of `warploom.masks`, or a tensor that broadcasts to (…, heads_q, seqlen_q, seqlen_k): bool, True =
+            visible, or floats that are added to the scores.
+        dropout_p: probability of dropping a softmax weight, in [0, 1), whatever the module's mode.
+        is_causal: query i sees keys j <= i. Not beside ``attn_mask``.
+        scale: factor on query keyᵀ; default 1/√head_dim.
+        enable_gqa: lets heads_kv divide heads_q.
+
+    Returns:
+        out (…, heads_q, seqlen_q, head_dim_v) in query's dtype.
+
+    Raises:
+        TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
     is_causal, enable_gqa = arguments.flag("is_causal", is_causal), arguments.flag("enable_gqa", enable_gqa)
     check_sdpa(query, key, value, attn_mask, is_causal, enable_gqa)

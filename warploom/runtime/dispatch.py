@@ -21,7 +21,14 @@ _warned: set[tuple[str, str]] = set()
 
 
 def strict(enabled: bool = True) -> None:
-    """Make falling to a slower implementation on a GPU an error instead of one warning a process."""
+    """Make falling to a slower implementation on a GPU an error instead of one warning a process.
+
+    A RuntimeError of the call then names the faster implementations and what each refuses. It holds for all threads, and
+    changes nothing on a CPU, nor where ``backend=`` names an implementation.
+
+    Args:
+        enabled: False goes back to the warning.
+    """
     global _strict
     _strict = flag("enabled", enabled)
     _forget()
