@@ -220,6 +220,14 @@ def test_who_runs_a_backward_pass_that_the_forward_s_has_no_kernel_for(installed
     assert "_distance_grad" in elsewhere(capsys, "h100", *table, "--backend", "hopper")["reason"]
 
 
+def test_who_runs_the_backward_pass_of_ampere_s_forward(installed: None, capsys: pytest.CaptureFixture) -> None:
+    for head_dim, name in (("64", "triton"), ("8", "reference")):
+        found = elsewhere(capsys, "a100", "--head-dim", head_dim, "--backward")
+        assert found["implementation"] == "ampere" and "; module attn_fwd_sm80_" in found["reason"]
+        assert found["reason"].endswith(f"; backward by {name}: it has none of its own")
+    assert "backward" not in elsewhere(capsys, "a100")["reason"]
+
+
 def test_every_name_of_a_gpu_is_answered(capsys: pytest.CaptureFixture) -> None:
     for name, (major, minor) in CAPABILITIES.items():
         assert elsewhere(capsys, name)["device"]["capability"] == f"{major}.{minor}"

@@ -105,6 +105,13 @@ class Ampere(Backend):
         dim = tile_dim(head_dim, head_dim_v)  # a constant, where head dims are a tracer's symbols
         return _module_refusal(dtype, dim, dim, *flags)
 
+    def describe(self, problem: AttentionProblem) -> str:
+        """The module, its state, and who runs the backward pass."""
+        spec = config(_capabilities()[0], Features.of(problem)).spec
+        words = f"module {spec.name} ({modules.outlook(spec)})"
+        beside = dispatch.following(NAME, problem) if problem.backward else None
+        return words if beside is None else f"{words}; backward by {beside.name}: it has none of its own"
+
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q)."""
         if args.scale <= 0.0:
