@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tarfile
@@ -86,6 +87,11 @@ def test_wheel_holds_our_source_and_nothing_compiled(built: tuple[Path, Path]) -
     source = {path.relative_to(ROOT).as_posix() for path in (ROOT / "warploom").rglob("*.py")}
     page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "warploom/smem/web").iterdir()}
     assert len(page) == 7 and source | page | {"warploom/py.typed"} <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_page_says_how_large_the_wheel_is(built: tuple[Path, Path]) -> None:
+    said = re.search(r"one pure Python wheel of (\d\.\d) MB", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"))
+    assert said is not None and abs(built[1].stat().st_size / 1e6 - float(said[1])) < 0.2
 
 
 def test_wheel_metadata(built: tuple[Path, Path]) -> None:
