@@ -48,8 +48,17 @@ print(json.dumps([calls, sorted(set(sys.modules) - before)]))
     calls, modules = json.loads(python(code))
     others = {name.partition(".")[0] for name in modules} - {"warploom", "torch"} - sys.stdlib_module_names
     assert not others and "torch._dynamo" not in modules, "import warploom also imported these"
-    assert not {"warploom.distributed", "warploom.fp8"} & set(modules), "they wait for their first use"
+    assert not {"warploom.distributed", "warploom.fp8", "warploom.nn"} & set(modules), "they wait for their first use"
     assert calls < 100_000 and len(modules) < 150, (calls, modules)
+
+
+def test_nn_needed_an_import_of_its_own() -> None:
+    """As `torch.nn` needs none; a star import leaves torch's alone."""
+    shown = python(
+        "import warploom; print(warploom.nn.__name__)\n"
+        "from torch import nn; from warploom import *; print(nn.__name__)"
+    )
+    assert shown.split() == ["warploom.nn", "torch.nn"]
 
 
 def test_import_needs_no_unix_module() -> None:

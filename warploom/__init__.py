@@ -47,11 +47,12 @@ else:  # `warploom --help` needs no torch
 
 if TYPE_CHECKING:
     from warploom import distributed, fp8
+    from warploom import nn as nn  # not in __all__: `from warploom import *` would hide torch's
 else:
 
     def __getattr__(name: str) -> Any:
-        """`distributed` and `fp8`, at their first use: modules that most programs never need."""
-        if name in ("distributed", "fp8"):
+        """`distributed`, `fp8` and `nn`, at their first use: modules that most programs never need."""
+        if name in ("distributed", "fp8", "nn"):
             from importlib import import_module
 
             return import_module(f"warploom.{name}")

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         report["selftest"] = checks.to_dict()
         failed = not checks.passed
         if not options.json:
-            print(checks)
+            print(f"\n{checks}")
     if options.json:
         print(json.dumps(report, indent=2))
     return int(failed)
@@ -159,7 +159,7 @@ def render(report: dict[str, Any]) -> str:
     devices = []
     for device in report["devices"]:
         if device["device"] == "cpu":
-            facts = f"{device['cores']} cores, {device['threads']} threads, {device['instructions']}"
+            facts = f"{_many(device['cores'], 'core')}, {_many(device['threads'], 'thread')}, {device['instructions']}"
         else:
             facts = f"compute capability {device['capability']}, {device['memory_gib']} GiB"
         devices.append((device["device"], f"{device['name']}: {facts}"))
@@ -178,7 +178,11 @@ def render(report: dict[str, Any]) -> str:
         f"  {held}\n"
         f"  Hopper modules: {module_words(report['modules'])}",
     ]
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(sections)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def module_words(state: dict[str, Any]) -> str:

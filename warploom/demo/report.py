@@ -107,7 +107,7 @@ class DemoReport:
             f"model       {self.model}, {self.licence}",
             f"            from {self.package}, SHA-256 {self.sha256[:16]}… as expected",
             f"machine     {self.device}, {self.dtype}, torch {self.torch_version}"
-            + (f", {self.threads} threads" if self.device == "cpu" else ""),
+            + (f", {self.threads} thread{'s' * (self.threads != 1)}" if self.device == "cpu" else ""),
             f"text        {self.sentences:,} sentences of Python's language reference (seed {self.seed}), "
             f"{real:,} tokens, longest {self.longest}",
             "",

@@ -8,7 +8,6 @@ from typing import Any
 
 from warploom.runtime.arguments import flag
 from warploom.runtime.backend import Backend
-from warploom.runtime.suggest import meant
 
 _families: dict[str, tuple[Backend, ...]] = {}
 
@@ -56,6 +55,8 @@ def find(name: str, family: str = "attention") -> Backend:
         for implementation in _families[family]:
             if implementation.name == name:
                 return implementation
+    from warploom.runtime.suggest import meant  # `import warploom` goes without
+
     names = [i.name for i in _families[family]]
     error = ValueError if isinstance(name, str) else TypeError
     raise error(f"backend must be one of {', '.join(map(repr, names))}, got {name!r}{meant(name, names)}")
