@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -41,6 +42,27 @@ def test_bad_usage_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixt
         main(arguments)
     assert end.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", ["80", "60"])
+def test_a_terminal_broke_lines_within_words(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = ["explain", "--seqlen", "4096", "--heads", "32", "--device", "h100", "--window", "4095", "--backward"]
+    plain, shown = io.StringIO(), Terminal()
+    monkeypatch.setattr("sys.stdout", plain)
+    assert main(call) == 0
+    monkeypatch.setattr("sys.stdout", shown)
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(call) == 0
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, plain.getvalue().splitlines())) > 80
+    assert all(len(line) <= int(columns) or " " not in line.strip() for line in lines)
+    assert " ".join(shown.getvalue().split()) == " ".join(plain.getvalue().split())
+    assert all(line[:9].strip() or line == "" or line.startswith(" " * 10) for line in lines)
 
 
 def test_reader_that_leaves_ends_it_quietly() -> None:

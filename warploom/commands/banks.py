@@ -11,7 +11,7 @@ from typing import Any
 
 from warploom.commands.banks_text import draw_counts, many, sums, totals
 from warploom.commands.banks_written import run_atom, run_layout
-from warploom.commands.outputs import writable_file
+from warploom.commands.outputs import fitted, writable_file
 from warploom.runtime.table import table
 from warploom.smem import copies
 from warploom.smem.access import ACCESSES, Pattern, parse_pattern
@@ -112,7 +112,7 @@ def _design(options: argparse.Namespace, tile: Tile, patterns: Sequence[Pattern]
         best = {"pad": found.best.pad, "swizzle": _numbers(found.best)}
         print(json.dumps({**_tile(tile), **found.to_dict(), "best": best, "words": describe(found), "drawn": options.draw}))
         return 0
-    print(describe(found))
+    print(fitted(describe(found)))
     if options.draw:
         print(f"drawn     {options.draw}")
     return 0

@@ -21,7 +21,7 @@ from warploom.bench.choice import SUITES, Choice
 from warploom.bench.harness import Case, Timer, against, environment, first_line, roofs, run_case
 from warploom.bench.report import judged
 from warploom.bench.suites import builds, cases
-from warploom.commands.outputs import writable_file, writable_folder
+from warploom.commands.outputs import fitted, writable_file, writable_folder
 from warploom.commands.processes import in_processes
 
 # What a contender's row may hold, the first that it has is shown.
@@ -138,7 +138,7 @@ def _time(chosen: list[Case], device: torch.device, options: argparse.Namespace)
             found["rows"].append(row)
             _write(found, options.out)
             if not options.json:
-                print(f"[{number}/{len(chosen)}] {describe(row)}", flush=True)
+                print(fitted(f"[{number}/{len(chosen)}] {describe(row)}", 4), flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         longest = max(longest, time.perf_counter() - begun)

@@ -16,6 +16,7 @@ from warploom.attention.problem import AttentionProblem
 from warploom.bias import T5_MAX_DISTANCE
 from warploom.commands.devices import capability
 from warploom.commands.mask_argument import parse_mask
+from warploom.commands.outputs import fitted
 from warploom.masks import ResolvedMask
 from warploom.masks.kept import Kept
 from warploom.runtime import machine
@@ -50,7 +51,7 @@ class Elsewhere:
 
 def run(options: argparse.Namespace) -> int:
     plan = make_plan(options)
-    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
+    print(json.dumps(plan.to_dict(), indent=2) if options.json else fitted(str(plan)))
     return 0
 
 

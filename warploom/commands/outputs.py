@@ -1,8 +1,20 @@
-"""Where a command is to write: tried before its work begins."""
+"""Where a command is to write: tried before its work begins. And lines that fit the terminal."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from pathlib import Path
+
+
+def fitted(text: str, indent: int = 10) -> str:
+    """Lines that are too long for the terminal, broken between words and continued at a column; elsewhere the text as it is."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    wrap = textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(line if len(line) <= width else wrap.fill(line) for line in text.split("\n"))
 
 
 def writable_file(option: str, path: Path | str) -> None:
