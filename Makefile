@@ -2,6 +2,7 @@
 # PY=python3 runs a target with that interpreter as it is, preparing nothing.
 PYTHON ?= python3
 VENV ?= .venv
+.DEFAULT_GOAL := help
 
 ifdef PY
 dev demo-env:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -183,6 +184,12 @@ def test_make_test_ended_in_a_traceback_when_interrupted(
     assert check.main(["lint", "types"]) == 130
     assert ended == ["cleaned up"]
     assert capsys.readouterr().out.splitlines() == ["== lint: ruff check .", "check: interrupted in lint"]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_alone_installed_an_environment() -> None:
+    shown = subprocess.run(["make", "-n"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert 'echo "make test ' in shown and "environment.py" not in shown
 
 
 def test_an_environment_without_pip_is_made_anew(
