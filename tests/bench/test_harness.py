@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,3 +122,15 @@ def test_host_time_waits_for_the_device_before_a_call_and_not_after(monkeypatch:
     found = compare(Comparison(calls, right, clock=harness.issue), Timer(CPU))["contenders"]
     assert found["a"]["ms"] == pytest.approx(10) and found["b"]["ms"] == pytest.approx(20)
     assert clock.log[2:8] == ["wait", "a", "wait", "b", "wait", "a"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_an_installed_package_told_the_commit_of_another_project(tmp_path: Path) -> None:
+    """As in an environment within the folder of whoever uses it."""
+    own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), *own, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    assert harness._commit(packages) is None
+    assert re.fullmatch(r"[0-9a-f]{7,}", harness._commit(tmp_path) or "")

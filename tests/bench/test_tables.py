@@ -25,6 +25,8 @@ def test_provenance_is_one_line() -> None:
         "Data: `a.json`.\n"
     )
     assert tables.where("b.json", {"device": "NVIDIA H100"}) == "Measured on NVIDIA H100. Data: `b.json`.\n"
+    quick = {"device": "CPU, 2 threads", "roofs": {"gemm_tflops": 0.4577, "copy_gb_s": 84.1}}
+    assert ", bf16 product 0.46 TFLOP/s, copy 84 GB/s. " in tables.where("d.json", quick)
     assert tables.where("c.json", {"processor": "x86", "threads": 2}) == "Measured on x86, 2 threads. Data: `c.json`.\n"
 
 

@@ -289,15 +289,17 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cudnn": torch.backends.cudnn.version(),
         }
     else:
-        found |= {"device": f"CPU, {torch.get_num_threads()} threads"}
+        threads = torch.get_num_threads()
+        found |= {"device": f"CPU, {threads} thread{'s' * (threads != 1)}"}
     return found
 
 
-def _commit() -> str | None:
-    root = Path(__file__).parents[2]
-    command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+def _commit(root: Path = Path(__file__).parents[2]) -> str | None:
+    """Of the checkout that the package runs from, if it does: an installed package may lie in one of something else."""
+    command = ["git", "-C", str(root), "rev-parse", "--show-toplevel", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return done.stdout.strip() or None
+    top, _, commit = done.stdout.strip().partition("\n")
+    return commit if commit and Path(top).resolve() == root.resolve() else None

@@ -21,7 +21,9 @@ def where(name: str, run: Run) -> str:
     parts += [f"commit {run['commit']}"] if run.get("commit") else []
     parts += [f"{version} {run[version]}" for version in ("torch", "triton", "cuda", "cudnn") if run.get(version)]
     if "roofs" in run:
-        parts.append(f"bf16 product of 8192³ {run['roofs']['gemm_tflops']:.0f} TFLOP/s")
+        product = run["roofs"]["gemm_tflops"]
+        size = "" if str(run.get("device")).startswith("CPU") else " of 8192³"  # a CPU's is smaller
+        parts.append(f"bf16 product{size} {product:.{0 if product >= 10 else 2}f} TFLOP/s")
         parts.append(f"copy {run['roofs']['copy_gb_s']:.0f} GB/s")
     return f"Measured on {', '.join(parts)}. Data: `{name}`.\n"
 
