@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from warploom.cli import main
-from warploom.demo import encoder, machine, sentences
+from warploom.demo import encoder, machine, pictures, sentences
 from warploom.demo.machine import OtherPrograms
 from warploom.demo.pipeline import DemoOptions, run_demo
-from warploom.demo.report import Comparison
+from warploom.demo.report import Comparison, Timing
 from warploom.demo.routes import ROUTES, groups
 from warploom.runtime.progress import Progress
 
@@ -94,6 +94,21 @@ def test_pictures(report):
         with open(path, "rb") as file:
             content = file.read()
         assert content.startswith(PNG) and len(content) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ([2.0], "bar: one pass over all sentences"),
+        ([2.0, 3.0], "bar: median of 2 passes over all sentences, line: slowest to fastest"),
+    ],
+)
+def test_one_pass_had_a_slowest_and_a_fastest(seconds, words):
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    pictures._timings(figure, [Timing("eager", "eager", seconds, 100, 120, None)], "cpu", "float32")
+    assert figure.axes[0].get_title(loc="left").splitlines()[1] == words
 
 
 def test_text_and_json_say_the_same(report):

@@ -67,8 +67,9 @@ def _masks(figure: Any, lengths: Sequence[int], batch_size: int, row_tokens: int
     left.set(xlim=(0, longest), ylim=(len(batch), 0), xlabel="token", ylabel="sentence")
     wasted = 1 - sum(batch) / (longest * len(batch))
     left.set_title(f"A padded batch: {len(batch)} sentences, {wasted:.0%} padding", loc="left", fontsize=TITLE)
-    left.legend(handles=[Patch(color=TONES[0], label="real tokens"), Patch(color=FAINT, label="padding")],
-                loc="lower right", framealpha=1.0)  # fmt: skip
+    handles = [Patch(color=tone, label=label) for tone, label in zip(TONES, ("real tokens,", "in two tones"), strict=True)]
+    left.legend(handles=[*handles, Patch(color=FAINT, label="padding")], loc="upper right", bbox_to_anchor=(1.0, -0.09),
+                ncols=3, frameon=False, borderpad=0.0)  # fmt: skip
 
     row_lengths = [lengths[i] for i in groups(lengths, "packed", batch_size, row_tokens)[0]]
     side = min(SHOWN_TOKENS, sum(row_lengths))
@@ -116,10 +117,10 @@ def _timings(figure: Any, timings: Sequence[Timing], machine: str, dtype: str) -
         xlim=(0, most * 1.6),
         xlabel="real tokens per second (padding not counted)",
     )
-    plural = "es" if passes > 1 else ""
+    several = f"median of {passes} passes over all sentences, line: slowest to fastest"
     axes.set_title(
         f"MiniLM, {timings[0].real_tokens:,} tokens, {dtype} on {machine}\n"
-        f"bar: median of {passes} pass{plural} over all sentences, line: slowest to fastest",
+        f"bar: {several if passes > 1 else 'one pass over all sentences'}",
         loc="left",
         fontsize=TITLE,
     )
