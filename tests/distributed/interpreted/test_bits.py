@@ -15,6 +15,7 @@ from warploom.distributed import local
 from warploom.distributed.api import _sharded, _unit, _whole
 from warploom.distributed.plan import planned
 
+pytestmark = pytest.mark.usefixtures("products_in_order")
 SEQLEN = 150
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
