@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ __all__ = ["fresh_plans"]
 
 
 def drawn(lengths: list[int], common: list[int], **changes: Any) -> Alike:
-    return Alike(secrets.randbelow(2**31), lengths, common, **changes)
+    return Alike(random.randrange(2**31), lengths, common, **changes)
 
 
 def args_of(c: Alike, cache: Any, prefix: Any) -> Any:
