@@ -18,6 +18,8 @@ from warploom.decode.triton import launch, plan
 
 __all__ = ["fresh_plans"]
 
+pytestmark = pytest.mark.usefixtures("products_in_order")
+
 
 def drawn(lengths: list[int], common: list[int], **changes: Any) -> Alike:
     return Alike(random.randrange(2**31), lengths, common, **changes)
