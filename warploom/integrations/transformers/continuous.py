@@ -50,7 +50,7 @@ def refuse(model: Any) -> None:
     config = model.config.get_text_config()
     reason = None
     if not understood():
-        reason = f"transformers {_version()} hands over its paged cache in a way that is not known here; those of 5.23 and 5.24 are"
+        reason = f"transformers {_version()} hands over its paged cache in a way not known here; 5.23's and 5.24's are"
     elif getattr(model.config, "is_encoder_decoder", False):
         reason = "it has an encoder, and a paged cache holds no keys of one"
     elif getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
@@ -94,8 +94,8 @@ def attend(
 ) -> Tensor:
     """Attention of one layer over what a paged cache holds of the requests.
 
-    Where the cache is among ``kwargs`` it takes the new keys here and gives those that the requests read; else the layer has done
-    so, and key and value are those.
+    Where the cache is among ``kwargs`` it takes the new keys here and gives those that the requests read; else the layer has
+    done so, and key and value are those.
 
     The mask a model makes of the new tokens alone is not read: requests end where `cu_seq_lens_q` and `cu_seq_lens_k` say, and
     are causal within.
