@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+from tests import interpreter_patches
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,48 +35,23 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of a tile's product in one order: what a BLAS for some processors adds up depends on a row's place in its tile."""
+
+    def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        a, b = a.astype(dtype), b.astype(dtype)
+        found = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), dtype)
+        for i in range(a.shape[-1]):
+            found += a[..., :, i, None] * b[..., i, None, :]
+        return found
+
+    monkeypatch.setattr(np, "matmul", matmul)
+
+
 def ignored() -> list[str]:
     """The files that pytest is not to collect in a folder of interpreted tests: all, but under the interpreter, made ready."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return ["test_*.py"]
-    patch_numpy_scalars()
+    interpreter_patches.apply()
     return []
-
-
-@cache
-def patch_numpy_scalars() -> None:
-    """Let tensors bound loops: the interpreter calls int() on arrays of one element, which numpy 2.4 refuses.
-
-    And let a loop's variable, a plain int there, be divided by a constexpr with remainder, as a compiled one can be. And spare
-    two fifths of the time: look for what is to be replaced once, not at every call of a device function, and leave out the
-    overflow checks that the interpreter computes and, as it is not told to debug, throws away.
-    """
-    from dataclasses import replace
-
-    from triton import language
-    from triton.runtime import interpreter
-
-    language.constexpr.__rmod__ = lambda self, other: other % self.value
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: type, *args: object) -> None:
-        patch(tensor, *args)
-        tensor.__index__ = lambda self: int(self.handle.data.item())  # type: ignore[attr-defined]
-
-    interpreter._patch_lang_tensor = patched
-
-    @cache
-    def builtins(package: Any) -> list[tuple[str, Any]]:
-        return [(name, each) for name, each in inspect.getmembers(package) if language.core.is_builtin(each)]
-
-    def patch_builtin(package: Any, builder: Any, *scope: Any) -> None:
-        for name, builtin in builtins(package):
-            if getattr(package, name) is builtin:  # else replaced already, by the kernel that calls the function
-                interpreter._patch_attr(package, name, builtin, builder, *scope)
-
-    interpreter._patch_builtin = patch_builtin
-
-    options = interpreter.interpreter_builder.options
-    if not options.debug:
-        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)

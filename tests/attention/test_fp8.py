@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("hadamard", [True, False])
 def test_numbers_are_within_half_an_ulp(granularity: Any, hadamard: bool) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     given = inputs(drawing)
     for name, x, t in zip("qkv", given, quantize(*given, hadamard=hadamard, seed=4, granularity=granularity), strict=True):
         want = rotate(x, 4) if hadamard and name != "v" else x
@@ -58,7 +58,7 @@ def test_numbers_are_within_half_an_ulp(granularity: Any, hadamard: bool) -> Non
 
 
 def test_scales_of_blocks_are_their_largest_numbers() -> None:
-    x = drawn(secrets.randbelow(2**31), 2, 2 * BLOCK + 5, 3, 16)
+    x = drawn(random.randrange(2**31), 2, 2 * BLOCK + 5, 3, 16)
     _, _, v = quantize(x, x, x)
     for b, block, head in ((0, 0, 0), (1, 1, 2), (1, 2, 1)):
         rows = x[b, block * BLOCK : (block + 1) * BLOCK, head]
@@ -68,7 +68,7 @@ def test_scales_of_blocks_are_their_largest_numbers() -> None:
 
 def test_the_format_is_that_of_caches() -> None:
     """The same bytes by the same seed and scales."""
-    given = inputs(secrets.randbelow(2**31))
+    given = inputs(random.randrange(2**31))
     _, k, v = quantize(*given, seed=3, granularity="head")
     cache = KVCache.allocate(2, 140, 2, 40, head_dim_v=24, dtype=E4M3, granularity="head", hadamard_seed=3)
     assert cache.k_scale is not None and cache.v_scale is not None
@@ -79,7 +79,7 @@ def test_the_format_is_that_of_caches() -> None:
 
 
 def test_strides_are_read() -> None:
-    given = inputs(secrets.randbelow(2**31))
+    given = inputs(random.randrange(2**31))
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in given]
     for a, b in zip(quantize(*strided), quantize(*given), strict=True):
         assert same(a.data, b.data) and same(a.scale, b.scale)
@@ -88,7 +88,7 @@ def test_strides_are_read() -> None:
 
 
 def test_a_seed_is_a_rotation() -> None:
-    given = inputs(secrets.randbelow(2**31))
+    given = inputs(random.randrange(2**31))
     first, again, other = (quantize(*given, seed=seed) for seed in (1, 1, 2))
     for a, b, c in zip(first[:2], again[:2], other[:2], strict=True):
         assert same(a.data, b.data) and same(a.scale, b.scale) and not same(a.data, c.data)
@@ -99,7 +99,7 @@ def test_packed_sequences_are_quantised_one_by_one() -> None:
     lengths = [0, 1, BLOCK, 0, BLOCK + 1, 3 * BLOCK - 1, 7]
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     total = sum(lengths)
-    x = drawn(secrets.randbelow(2**31), total + 40, 2, 24) * torch.arange(1, total + 41)[:, None, None]
+    x = drawn(random.randrange(2**31), total + 40, 2, 24) * torch.arange(1, total + 41)[:, None, None]
     packed = quantize(x, x, x, cu_seqlens_q=starts)
     for t in packed:
         assert (t.data[total:].float() == 0).all()  # they belong to no sequence
@@ -113,7 +113,7 @@ def test_packed_sequences_are_quantised_one_by_one() -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("garbage", [NAN, float("inf"), 1e30])
 def test_padding_colours_no_scale(granularity: Any, garbage: float) -> None:
-    q, k, v = inputs(secrets.randbelow(2**31))
+    q, k, v = inputs(random.randrange(2**31))
     used_q, used_k = ints(30, 3), ints(130, 0)
     clean = quantize(q, k, v, granularity=granularity, seqused_q=used_q, seqused_k=used_k)
     for t, used in ((q, used_q), (k, used_k), (v, used_k)):
@@ -131,7 +131,7 @@ def test_padding_colours_no_scale(granularity: Any, garbage: float) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("garbage", [NAN, float("inf")])
 def test_a_hidden_nan_changes_nothing_and_a_visible_one_stays(backend: str, garbage: float) -> None:
-    given = inputs(secrets.randbelow(2**31))
+    given = inputs(random.randrange(2**31))
     for t in given[1:]:
         t[1, 120] = 0.0  # in the block of keys that are seen
     clean = attention(*quantize(*given), mask=masks.Padding([140, 110]), backend=backend)
@@ -163,7 +163,7 @@ FEATURES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", FEATURES)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_call_is_that_over_the_numbers(backend: str, options: dict[str, Any]) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     seqlen_q = 140 if "mask" in options else 150
     x = quantize(*(t.bfloat16() for t in inputs(drawing, seqlen_q)))
     want = attention(*(t.dequantize() for t in x), return_lse=True, backend=backend, **options)
@@ -178,7 +178,7 @@ def test_a_call_is_that_over_the_numbers(backend: str, options: dict[str, Any]) 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_packed_call_is_that_over_the_numbers(backend: str, granularity: Any) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     q, k, v = (t.flatten(0, 1).half() for t in inputs(drawing))
     starts_q, starts_k, used = ints(0, 0, 40, 55), ints(0, 30, 200, 270), ints(20, 170, 0)
     x = quantize(q, k, v, granularity=granularity, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, seqused_k=used)
@@ -194,7 +194,7 @@ def test_a_packed_call_is_that_over_the_numbers(backend: str, granularity: Any) 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_error_on_normal_numbers(granularity: Any) -> None:
     """Half an ulp of e4m3 is a sixteenth of a number, and errors of many numbers average out."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     given = drawn(drawing, 1, 64, 4, 128), drawn(drawing + 1, 1, 1024, 2, 128), drawn(drawing + 2, 1, 1024, 2, 128)
     want = attention(*(t.double() for t in given))
     out = attention(*quantize(*given, granularity=granularity))
@@ -204,7 +204,7 @@ def test_error_on_normal_numbers(granularity: Any) -> None:
 
 def test_a_rotation_spreads_a_large_channel() -> None:
     """Else the channel's rounding errors are as large as all the others' products."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     q, k, v = (drawn(drawing + n, 1, 512, 2, 128) for n in range(3))
     q[..., 3] *= 30
     k[..., 3] *= 30
@@ -217,7 +217,7 @@ def test_a_rotation_spreads_a_large_channel() -> None:
 
 
 def test_a_needle_in_8192_keys_is_found() -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     q, k = drawn(drawing, 1, 4, 1, 72), drawn(drawing + 1, 1, 8192, 1, 72)
     generator = torch.Generator().manual_seed(drawing)
     places, kinds = torch.randint(8192, (4,), generator=generator), torch.randint(16, (8192,), generator=generator)
@@ -264,12 +264,12 @@ def test_compiled() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(*quantize(q, k, v), causal=True)
 
-    given = inputs(secrets.randbelow(2**31))
+    given = inputs(random.randrange(2**31))
     assert same(torch.compile(call, fullgraph=True, backend="aot_eager")(*given), call(*given))
 
 
 def test_autocast_rounds_before_it_quantises() -> None:
-    given = inputs(secrets.randbelow(2**31))
+    given = inputs(random.randrange(2**31))
     with torch.autocast("cpu", torch.bfloat16):
         x = quantize(*given)
         assert attention(*x).dtype == torch.bfloat16 and attention(*x, out_dtype=torch.float32).dtype == torch.float32
@@ -397,7 +397,7 @@ def test_transforms_refused() -> None:
 
 
 def test_stats_are_of_what_is_dequantised() -> None:
-    call = quantize(*inputs(secrets.randbelow(2**31)))
+    call = quantize(*inputs(random.randrange(2**31)))
     out, stats = attention(*call, causal=True, return_stats=["column_sums"])
     assert torch.equal(out, attention(*call, causal=True))
     # Every query sees a key, so that its probabilities add up to 1.

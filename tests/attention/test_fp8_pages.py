@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -26,13 +26,13 @@ def ints(*values: int) -> Tensor:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, backend: str) -> None:
-    Fp8Pages(secrets.randbelow(2**31), **CASES[name]).check(backend)
+    Fp8Pages(random.randrange(2**31), **CASES[name]).check(backend)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_pages_are_the_numbers_they_stand_for(backend: str, granularity: str) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     k, v, q = drawn(drawing, 3, 40, 2, 40), drawn(drawing + 1, 3, 40, 2, 24), drawn(drawing + 2, 30, 6, 40)
     cache = filled(k, v, granularity, 7, 8)
     cache.lengths.copy_(ints(40, 13, 0))
@@ -77,7 +77,7 @@ def test_the_switch_and_the_keyword_reach_a_cache() -> None:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_a_prompt_in_chunks_is_the_prompt_and_its_last_row_is_decode(granularity: str) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     k, v, q = drawn(drawing, 2, 50, 2, 32), drawn(drawing + 1, 2, 50, 2, 32), drawn(drawing + 2, 2, 50, 4, 32)
     whole = filled(k, v, granularity, 3, 16)
     want = attention_varlen(q.flatten(0, 1), whole, cu_seqlens_q=ints(0, 50, 100), causal=True).unflatten(0, (2, 50))
@@ -119,14 +119,14 @@ def errors(draw: Any, granularity: str, seed: int | None, drawing: int) -> tuple
 @pytest.mark.parametrize("seed", [None, 0])
 def test_the_error_on_normal_numbers(granularity: str, seed: int | None) -> None:
     """Half an ulp of e4m3 is a sixteenth of a number, and errors of many numbers average out."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     fp8, bf16 = errors(drawn, granularity, seed, drawing)
     assert bf16 < fp8 < 1 / 16, (drawing, fp8, bf16)
 
 
 @pytest.mark.parametrize("draw,most", [(with_outliers, 1 / 16), (with_a_channel, 1 / 8)], ids=["outliers", "a channel"])
 def test_the_error_on_outliers_with_a_scale_a_token(draw: Any, most: float) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     fp8, _ = errors(draw, "token", 0, drawing)
     assert fp8 < most, (drawing, fp8)
 
@@ -142,7 +142,7 @@ def haystack(drawing: int, length: int, needles: int = 3, dim: int = 64) -> tupl
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_needles_in_8192_keys_are_found_over_fp8_pages(granularity: str) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     q, k, v, kinds = haystack(drawing, 8192)
     cache = filled(k[None, :, None], v[None, :, None], granularity, 0, 16)
     half = PagedKVCache.allocate(1, 8192, 1, 64, head_dim_v=16)
@@ -154,7 +154,7 @@ def test_needles_in_8192_keys_are_found_over_fp8_pages(granularity: str) -> None
 
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
 def test_needles_in_8192_keys_are_found_by_quantised_calls(granularity: Any) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     q, k, v, kinds = haystack(drawing, 8192)
     given = [t[None, :, None].bfloat16() for t in (q, k, v)]
     for out in (attention(*quantize(*given, granularity=granularity)), attention(*given)):

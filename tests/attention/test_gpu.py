@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ NAN = float("nan")
 
 
 def seed() -> int:
-    return secrets.randbelow(2**31)
+    return random.randrange(2**31)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -26,7 +26,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def seed() -> int:
-    return secrets.randbelow(2**31)
+    return random.randrange(2**31)
 
 
 def run(tensors: list[Tensor], kind: str, backend: str = "triton", **options: Any) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ def cache_of(k: Tensor, v: Tensor, granularity: Any = "token", page_size: int = 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (72, 40)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, dims: tuple[int, int]) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         case = {**CASES[name], "head_dim": dims[0], "head_dim_v": dims[1], "dtype": dtype, "device": "cuda"}
         Fp8Pages(drawing, **case).check("triton")
@@ -59,7 +59,7 @@ def test_chunks_are_what_decode_gives(granularity: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("granularity", ["token", "head", "tensor"])
 def test_needles_in_65536_keys_are_found_over_fp8_pages(granularity: str) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     q, k, v, kinds = (t.cuda() for t in haystack(drawing, 65536, needles=16, dim=128))
     q, k, v = (t.bfloat16() for t in (q[:, None], k[None, :, None], v[None, :, None]))
     half = PagedKVCache.allocate(1, 65536, 1, 128, head_dim_v=16, device="cuda")
@@ -72,7 +72,7 @@ def test_needles_in_65536_keys_are_found_over_fp8_pages(granularity: str) -> Non
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
 def test_needles_in_65536_keys_are_found_by_quantised_calls(granularity: Any) -> None:
     """By Hopper's FP8 kernel where there is one."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     q, k, v, kinds = (t.cuda() for t in haystack(drawing, 65536, needles=64, dim=128))
     given = [t[None, :, None].bfloat16() for t in (q, k, v)]
     for out in (attention(*quantize(*given, granularity=granularity)), attention(*given)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ def options(backend: str) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_ten_thousand_batches(backend: str, model: int) -> None:
     skip_without(backend)
-    first = secrets.randbelow(2**20) * EACH
+    first = random.randrange(2**20) * EACH
     check(range(first, first + EACH), backend, dtype=HALVES[model % 2], **options(backend))
 
 
@@ -50,7 +50,7 @@ def test_these_batches_tell_whether_the_switch_is_heeded(backend: str, monkeypat
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("keywords", [{}, {"window": (300, 0), "softcap": 30.0}], ids=["causal", "window"])
 def test_rows_of_a_prompt_of_its_chunks_and_of_decode(keywords: dict[str, Any], head_dim: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(secrets.randbelow(2**31))
+    torch.manual_seed(random.randrange(2**31))
     seqlen, sequences = 1500, 3
     q = torch.randn(sequences, seqlen, 8, head_dim, device="cuda").to(dtype)
     k, v = (torch.randn(sequences, seqlen, 2, head_dim, device="cuda").to(dtype) for _ in range(2))
@@ -103,7 +103,7 @@ def test_a_token_over_fp8_pages_or_with_a_bias_is_a_row_of_its_prompt(kind: str,
     """And of the prompt's chunks over the same pages."""
     if kind == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("Triton reads FP8 pages on GPUs of compute capability 8.9 and up")
-    torch.manual_seed(secrets.randbelow(2**31))
+    torch.manual_seed(random.randrange(2**31))
     length, device = 1500, torch.device("cuda")
     values = torch.randn(1, 8, 1504, device=device)
     bias = {

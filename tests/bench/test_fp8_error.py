@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
+import random
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_the_page_and_its_pictures_are_of_the_committed_numbers() -> None:
 
 
 def test_the_tensor_core_is_exact_on_small_integers() -> None:
-    generator = torch.Generator().manual_seed(secrets.randbelow(2**31))
+    generator = torch.Generator().manual_seed(random.randrange(2**31))
     a, b = (torch.randint(-4, 5, shape, generator=generator).float() for shape in ((3, 96), (96, 5)))
     assert torch.equal(tensor_core(torch.zeros(3, 5), a, b), a @ b)
 
@@ -46,7 +46,7 @@ def test_the_tensor_core_cuts_what_is_small_beside_the_largest() -> None:
 @pytest.mark.parametrize("kernel", [Kernel(), Kernel(levels=1), Kernel(levels=0, granularity="tensor"), Kernel(hadamard=False)])
 def test_values_of_one_give_one(kernel: Kernel) -> None:
     """Row sums are of the rounded weights; 448 times a scale of 1 / 448 is one but for fp32's last bits."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     q, k = drawn(drawing, 300, 32), drawn(drawing + 1, 300, 32)
     out = attend(kernel, q, k, torch.ones(300, 8), 20)
     # A sum of at most 300 weights, each step of which may lose 2^-13 of it for each of 33 numbers.
@@ -56,7 +56,7 @@ def test_values_of_one_give_one(kernel: Kernel) -> None:
 @pytest.mark.parametrize("granularity", ["block", "tensor"])
 def test_the_emulation_is_of_the_package(granularity: str) -> None:
     """But for the rounding of P, a sixteenth of a weight at most, it is attention() over the same numbers."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     given = [3 * drawn(drawing + n, 300, 64) for n in range(3)]
     out = attend(Kernel(levels=0, granularity=granularity), *given, 50)  # type: ignore[arg-type]
     want = attention(*quantize(*(t[None, :, None] for t in given), granularity=granularity))[0, :50, 0]  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def test_the_emulation_is_of_the_package(granularity: str) -> None:
 
 
 def test_bf16_is_finer() -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     given = [drawn(drawing + n, 512, 64) for n in range(3)]
     want = exact(*given, 40)
     errors = [(out - want).norm() / want.norm() for out in (bf16(*given, 40), attend(Kernel(), *given, 40))]
@@ -72,7 +72,7 @@ def test_bf16_is_finer() -> None:
 
 
 def test_one_level_loses_long_sums() -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     q, k, v = (drawn(drawing + n, 4096, 32) for n in range(3))
     v = v[:, :8] + 1
     want = exact(q, k, v, 4)

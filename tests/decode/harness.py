@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,7 +215,7 @@ def check_bits(backend: str, length: int, *crowds: tuple[list[int], int, int | N
 
     ``crowds``: others beside it, a capacity (0: of the longest) and a page size, besides those that every backend takes.
     """
-    seed = secrets.randbelow(2**31)
+    seed = random.randrange(2**31)
     lone = run(Case(seed, [length], **shape), backend)
     for others, capacity, page_size in (
         ([], 65536, None),

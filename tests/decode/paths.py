@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import secrets
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ WINDOWS = [(0, 0), (1, None), (2, -1), (5, 0), (9, -2), (11, 0), (40, 0), (65, 0
 
 def random_trees(page_size: int | None, window: tuple[int | None, int | None], queries: int = 11) -> Case:
     """A tree a sequence; the shortest sequence has no key before its drafts. Most parents are recent: paths are long."""
-    seed = secrets.randbelow(2**31)
+    seed = random.randrange(2**31)
     draw = random.Random(seed)
     trees = [[draw.choice([t - 1, t - 1, draw.randrange(-1, t)]) for t in range(queries)] for _ in LENGTHS]
     shape = {"queries": queries, "heads_q": 2, "heads_kv": 1, "page_size": page_size}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import secrets
+import random
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def held(cache: KVCache | PagedKVCache) -> list[tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("page_size", [None, 1, 8, 32])
 def test_appends_follow_each_other(page_size: int | None) -> None:
-    torch.manual_seed(secrets.randbelow(2**31))
+    torch.manual_seed(random.randrange(2**31))
     cache = allocate(page_size)
     assert cache.batch == 3 and cache.capacity == 32 and cache.lengths.tolist() == [0, 0, 0]
     parts = [tokens(3, count) for count in (5, 1, 20, 1)]
@@ -129,7 +129,7 @@ def test_a_cache_grows_without_a_backend_that_appends(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("page_size", [None, 8])
 def test_a_copy_shares_nothing_with_the_cache(page_size: int | None) -> None:
     """On a GPU decode() keeps launches on the cache's own memory in it, which cannot be copied nor run for another."""
-    torch.manual_seed(secrets.randbelow(2**31))
+    torch.manual_seed(random.randrange(2**31))
     cache, q = allocate(page_size), torch.randn(3, 1, 2, 8)
     cache.append(*tokens(3, 5))
     cache.ready["a call"] = open(__file__)  # noqa: SIM115  (as little to be copied as a compiled kernel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 
 import pytest
 import torch
@@ -16,17 +16,17 @@ from warploom.decode.cache import KVCache
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, backend: str) -> None:
-    check(case(name, secrets.randbelow(2**31)), backend)
+    check(case(name, random.randrange(2**31)), backend)
 
 
 def test_float64_runs_on_the_reference() -> None:
     for page_size in (None, 16):
-        c = Case(secrets.randbelow(2**31), [40, 3], queries=2, dtype=torch.float64, page_size=page_size)
+        c = Case(random.randrange(2**31), [40, 3], queries=2, dtype=torch.float64, page_size=page_size)
         check(c, "reference")
 
 
 def test_ones_give_one() -> None:
-    c = Case(secrets.randbelow(2**31), [600, 1, 30], queries=3)
+    c = Case(random.randrange(2**31), [600, 1, 30], queries=3)
     cache = c.cache()
     cache.v[~cache.v.isnan()] = 1.0
     out = decode(c.q(), cache, backend="cpu")
@@ -36,7 +36,7 @@ def test_ones_give_one() -> None:
 
 @pytest.mark.parametrize("page_size", [None, 1, 16, 64])
 def test_bits_do_not_depend_on_neighbours_or_layout(page_size: int | None) -> None:
-    seed = secrets.randbelow(2**31)
+    seed = random.randrange(2**31)
     lone = run(Case(seed, [700], queries=2), "cpu")
     crowd = run(Case(seed, [700, 5, 1200, 0], queries=2, capacity=2048, page_size=page_size), "cpu")
     # The first sequence and query are drawn alike in both.
@@ -48,7 +48,7 @@ def test_bits_do_not_depend_on_neighbours_or_layout(page_size: int | None) -> No
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_bits_do_not_follow_the_strides_of_cache_and_queries(backend: str, dtype: torch.dtype) -> None:
     """A matrix product sums in another order for other strides and addresses."""
-    c = Case(secrets.randbelow(2**31), [69, 34], queries=3, heads_q=6, heads_kv=3, head_dim=38, head_dim_v=66, dtype=dtype)
+    c = Case(random.randrange(2**31), [69, 34], queries=3, heads_q=6, heads_kv=3, head_dim=38, head_dim_v=66, dtype=dtype)
     q, cache = c.q(), c.cache()
     want = decode(q, cache, return_lse=True, backend=backend)
     for gap in (1, 3, 16):

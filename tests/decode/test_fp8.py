@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import secrets
+import random
 import statistics
 from typing import Any
 
@@ -81,14 +81,14 @@ def test_the_matrix_is_of_the_format(power: int, odd: int) -> None:
 
 
 def test_a_rotation_of_many_is_that_of_each() -> None:
-    x = drawn(secrets.randbelow(2**31), 5, 3, 72)
+    x = drawn(random.randrange(2**31), 5, 3, 72)
     assert torch.equal(rotate(x, 1)[2, 1], rotate(x[2, 1], 1))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("seed", [None, 11])
 def test_numbers_are_within_half_an_ulp(granularity: str, seed: int | None) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     k, v = with_outliers(drawing, 2, 30, 2, 40), with_outliers(drawing + 9, 2, 30, 2, 24)
     cache = filled(k, v, granularity, seed)
     held: Any = plain(cache)
@@ -106,7 +106,7 @@ def test_numbers_are_within_half_an_ulp(granularity: str, seed: int | None) -> N
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_decode_reads_the_numbers_it_stands_for(backend: str, granularity: str, page_size: int | None) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     k, v, q = drawn(drawing, 3, 20, 2, 40), drawn(drawing + 1, 3, 20, 2, 24), drawn(drawing + 2, 3, 5, 6, 40)
     cache = filled(k, v, granularity, 7, page_size)
     cache.lengths.copy_(torch.tensor([20, 3, 0]))
@@ -124,7 +124,7 @@ def test_decode_reads_the_numbers_it_stands_for(backend: str, granularity: str, 
 
 def test_tokens_are_quantised_one_by_one() -> None:
     """In any portions, at any slots: the same bytes, and so the same bits of decode."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     k, v = drawn(drawing, 2, 12, 2, 16).half(), drawn(drawing + 1, 2, 12, 2, 16).half()
     whole = filled(k, v, "token", 0)
     apart, paged = (
@@ -194,14 +194,14 @@ def errors(draw: Any, granularity: str, seed: int | None, drawing: int) -> tuple
 @pytest.mark.parametrize("seed", [None, 0])
 def test_error_on_normal_numbers(granularity: str, seed: int | None) -> None:
     """Half an ulp of e4m3 is a sixteenth of a number, and errors of many numbers average out; bf16's is 16 times finer."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     fp8, bf16 = errors(drawn, granularity, seed, drawing)
     assert bf16 < fp8 < 1 / 16, (drawing, fp8, bf16)
 
 
 def test_a_rotation_spreads_outliers_that_share_a_scale() -> None:
     """In the middle of many drawings: one whose outliers share a channel gains less, and some gain nothing."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     drawings = range(drawing, drawing + 240, 10)
     turned, straight = ([errors(with_outliers, "tensor", seed, n)[0] for n in drawings] for seed in (0, None))
     gains = [after / before for after, before in zip(turned, straight, strict=True)]
@@ -210,7 +210,7 @@ def test_a_rotation_spreads_outliers_that_share_a_scale() -> None:
 
 @pytest.mark.parametrize("granularity", ["tensor", "token"])
 def test_a_needle_in_65536_keys_is_found(granularity: str) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     length, needles = 65536, 2
     q, k = drawn(drawing, needles, 1, 1, 64), drawn(drawing + 1, needles, length, 1, 64)
     places = torch.randint(length, (needles,), generator=torch.Generator().manual_seed(drawing))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ def on_gpu(c: Case, **changes: Any) -> Case:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, dtype: torch.dtype) -> None:
-    drawn = case(name, secrets.randbelow(2**31))
+    drawn = case(name, random.randrange(2**31))
     if dtype == torch.float32:  # scores of thousands are exact to 1e-4 in fp32, which no order of sums changes
         drawn = replace(drawn, spread=min(drawn.spread, 4.0))
     check(on_gpu(drawn, dtype=dtype), "triton")
@@ -38,7 +38,7 @@ def test_case(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype, page_size: int | None) -> None:
     shape = {"head_dim": dims[0], "head_dim_v": dims[1], "page_size": page_size, "dtype": dtype}
-    c = Case(secrets.randbelow(2**31), [1300, 77], queries=2, heads_q=6, heads_kv=2, device="cuda", **shape)
+    c = Case(random.randrange(2**31), [1300, 77], queries=2, heads_q=6, heads_kv=2, device="cuda", **shape)
     check(c, "triton")
 
 
@@ -47,7 +47,7 @@ def test_head_dims(dims: tuple[int, int], dtype: torch.dtype, page_size: int | N
 @pytest.mark.parametrize("heads,queries,page_size", [(16, 1, None), (128, 1, 64), (6, 3, 16)])
 def test_latent(dims: tuple[int, int], heads: int, queries: int, page_size: int | None, dtype: torch.dtype) -> None:
     shape: dict[str, Any] = {"head_dim": dims[0], "head_dim_v": dims[1], "page_size": page_size, "dtype": dtype, "latent": True}
-    check(Case(secrets.randbelow(2**31), [1300, 77, 0], queries, heads, 1, device="cuda", **shape), "triton")
+    check(Case(random.randrange(2**31), [1300, 77, 0], queries, heads, 1, device="cuda", **shape), "triton")
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs e4m3 in hardware")
@@ -58,19 +58,19 @@ def test_fp8_caches(dims: tuple[int, int], dtype: torch.dtype, page_size: int | 
     shape: dict[str, Any] = {"head_dim": dims[0], "head_dim_v": dims[1], "page_size": page_size, "dtype": dtype}
     for queries, tree in ((1, None), (7, [DEEP])):
         shape |= {"queries": queries, "tree": tree, "heads_q": 6, "heads_kv": 2, "device": "cuda"}
-        check_fp8(Fp8Case(secrets.randbelow(2**31), [1300, 77], granularity=granularity, **shape), "triton")
+        check_fp8(Fp8Case(random.randrange(2**31), [1300, 77], granularity=granularity, **shape), "triton")
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_fp8_scales_a_token(page_size: int | None) -> None:
     shape: dict[str, Any] = {"head_dim": 64, "page_size": page_size, "heads_q": 6, "heads_kv": 2, "device": "cuda"}
-    check_fp8(Fp8Case(secrets.randbelow(2**31), [1300, 77], granularity="token", **shape), "triton")
+    check_fp8(Fp8Case(random.randrange(2**31), [1300, 77], granularity="token", **shape), "triton")
 
 
 @pytest.mark.parametrize("queries,group", [(1, 1), (1, 8), (3, 7), (16, 2), (16, 4), (16, 8)])
 def test_rows(queries: int, group: int) -> None:
     shape = {"heads_q": 2 * group, "heads_kv": 2, "head_dim": 128, "dtype": torch.bfloat16}
-    check(Case(secrets.randbelow(2**31), [5000, 1200, 3], queries=queries, device="cuda", **shape), "triton")
+    check(Case(random.randrange(2**31), [5000, 1200, 3], queries=queries, device="cuda", **shape), "triton")
 
 
 SHAPE: dict[str, Any] = {"heads_q": 32, "heads_kv": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
@@ -82,7 +82,7 @@ def test_bits_do_not_depend_on_neighbours_or_layout(length: int) -> None:
 
 
 def test_thousand_repeats() -> None:
-    c = Case(secrets.randbelow(2**31), [9000, 20, 4000], queries=2, **SHAPE)
+    c = Case(random.randrange(2**31), [9000, 20, 4000], queries=2, **SHAPE)
     q, cache = c.q(), c.cache()
     first = decode(q, cache).clone()
     different = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -92,7 +92,7 @@ def test_thousand_repeats() -> None:
 
 
 def test_short_way_equals_the_long_one() -> None:
-    c = Case(secrets.randbelow(2**31), [2000, 20], **SHAPE)
+    c = Case(random.randrange(2**31), [2000, 20], **SHAPE)
     q, cache, sink = c.q(), c.cache(), torch.randn(32, device="cuda")
     for options in ({}, {"sink": sink}, {"window": (300, 0)}, {"softcap": 5.0}, {"scale": 0.2}):
         out, lse = decode(q, cache, return_lse=True, **options)
@@ -150,7 +150,7 @@ def test_graph_of_append_and_decode(page_size: int | None) -> None:
 
 
 def test_no_synchronisation() -> None:
-    c = Case(secrets.randbelow(2**31), [2000, 20], page_size=16, **SHAPE)
+    c = Case(random.randrange(2**31), [2000, 20], page_size=16, **SHAPE)
     q, cache = c.q(), c.cache()
     k = torch.randn(2, 1, 8, 128, device="cuda").bfloat16()
     torch.cuda.set_sync_debug_mode("error")
@@ -165,7 +165,7 @@ def test_no_synchronisation() -> None:
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_graph_of_a_draft(page_size: int | None) -> None:
     """Append, judge and accept in one graph: replays follow trees and paths that are written into its tensors."""
-    c = Case(secrets.randbelow(2**31), [900, 40], queries=7, page_size=page_size, capacity=960, **SHAPE)
+    c = Case(random.randrange(2**31), [900, 40], queries=7, page_size=page_size, capacity=960, **SHAPE)
     tree, path = (torch.zeros(2, n, dtype=torch.int32, device="cuda") for n in (7, 3))
     captured, eager = c.cache(poison=0.0), c.cache(poison=0.0)
     q, k = c.q(), torch.randn(2, 7, 8, 128, device="cuda").bfloat16()
@@ -195,7 +195,7 @@ def test_graph_of_a_draft(page_size: int | None) -> None:
 
 
 def test_on_another_stream() -> None:
-    c = Case(secrets.randbelow(2**31), [9000] * 4, **SHAPE)
+    c = Case(random.randrange(2**31), [9000] * 4, **SHAPE)
     q, cache = c.q(), c.cache()
     want = decode(q, cache)
     stream = torch.cuda.Stream()
@@ -209,7 +209,7 @@ def test_on_another_stream() -> None:
 
 
 def test_compile() -> None:
-    c = Case(secrets.randbelow(2**31), [2000, 20], **SHAPE)
+    c = Case(random.randrange(2**31), [2000, 20], **SHAPE)
     q, cache = c.q(), c.cache()
     k = torch.randn(2, 1, 8, 128, device="cuda").bfloat16()
 
@@ -247,7 +247,7 @@ def test_past_32_bits(paged: bool) -> None:
 
 
 def test_bad_contents_stay_in_bounds() -> None:
-    c = Case(secrets.randbelow(2**31), [900, 30], page_size=16, **SHAPE)
+    c = Case(random.randrange(2**31), [900, 30], page_size=16, **SHAPE)
     q, cache = c.q(), c.cache(poison=0.0)
     cache.block_table.random_(-(2**31), 2**31 - 1)
     cache.lengths.copy_(torch.tensor([2**30, -4]))
@@ -258,7 +258,7 @@ def test_bad_contents_stay_in_bounds() -> None:
 
 
 def test_strided_and_expanded() -> None:
-    c = Case(secrets.randbelow(2**31), [900, 300], **SHAPE)
+    c = Case(random.randrange(2**31), [900, 300], **SHAPE)
     q, cache = c.q(), c.cache(poison=0.0)
     want = decode(q, cache)
     heads_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (cache.k, cache.v)]

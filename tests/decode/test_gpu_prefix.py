@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 def drawn(lengths: list[int], common: list[int], **changes: Any) -> Alike:
     shape: dict[str, Any] = {"heads_q": 8, "heads_kv": 2, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
-    return Alike(secrets.randbelow(2**31), lengths, common, **shape | changes)
+    return Alike(random.randrange(2**31), lengths, common, **shape | changes)
 
 
 RAGGED = ([4500, 1400, 3000, 0, 2100, 2048, 900], [0, 1024, 2048, 2048, 0, 2048, 512])

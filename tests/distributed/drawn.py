@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import secrets
 import sys
 import tempfile
 import traceback
@@ -117,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("world", type=int)
     parser.add_argument("count", type=int)
-    parser.add_argument("seed", type=int, nargs="?", default=secrets.randbelow(2**31))
+    parser.add_argument("seed", type=int, nargs="?", default=random.randrange(2**31))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     world, seed = args.world, args.seed

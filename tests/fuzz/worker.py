@@ -32,9 +32,9 @@ def main() -> None:
     options, patience = Options.from_json(first["options"]), first["shrink"]
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.interpreter import patch_numpy_scalars
+        from tests import interpreter_patches
 
-        patch_numpy_scalars()
+        interpreter_patches.apply()
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     say(idle=True)
     for line in sys.stdin:

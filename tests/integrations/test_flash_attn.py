@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ SIGNATURES = {
 
 @pytest.fixture
 def seed() -> int:
-    chosen = secrets.randbelow(2**31)
+    chosen = random.randrange(2**31)
     torch.manual_seed(chosen)
     print(f"seed {chosen}")
     return chosen
@@ -243,7 +243,7 @@ def test_rotary(interleaved: bool, causal: bool, seed: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_alibi(causal: bool, batched: bool) -> None:
     """-slope · |i + seqlen_k - seqlen_q - j| added to the scores, of (heads,) or (batch, heads)."""
-    seed = secrets.randbelow(2**31)
+    seed = random.randrange(2**31)
     print("seed", seed)
     torch.manual_seed(seed)
     q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
@@ -271,7 +271,7 @@ def test_alibi(causal: bool, batched: bool) -> None:
 @pytest.mark.parametrize("page_size", [None, 8])
 def test_alibi_beside_a_cache(page_size: int | None, queries: int, causal: bool) -> None:
     """Few causal queries go to decode and others to packed attention."""
-    seed = secrets.randbelow(2**31)
+    seed = random.randrange(2**31)
     print("seed", seed)
     torch.manual_seed(seed)
     q, k, v, slopes = torch.randn(2, queries, 4, 8), torch.randn(2, 32, 2, 8), torch.randn(2, 32, 2, 8), torch.rand(2, 4)

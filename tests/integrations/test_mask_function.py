@@ -102,6 +102,14 @@ def test_every_closure_with_offsets_and_padding(name, seed):
     )
 
 
+def packed(inner, positions, documents, blocks=None):
+    """As transformers composes them since 5.24, and before it where there are no blocks."""
+    remapped, within = hf.remap_positions_for_packed_sequence(inner, positions), hf.packed_sequence_mask_function(documents)
+    if blocks is not None:
+        return [hf.and_masks(hf.or_masks(remapped, hf.blockwise_overlay(blocks)), within)]
+    return [hf.and_masks(remapped, within), hf.and_masks(within, remapped)]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("inner", ["causal", "sliding", "chunked", "sliding bidirectional"])
 def test_packed_documents_with_positions_of_their_own(inner, seed):
@@ -117,13 +125,13 @@ def test_packed_documents_with_positions_of_their_own(inner, seed):
     documents = hf.find_packed_sequence_indices(positions)
     if documents is None:
         documents = torch.zeros_like(positions)
-    function = closures(rng, batch, length)[inner]
-    check(
-        batch_size=batch,
-        q_length=length,
-        kv_length=length,
-        mask_function=hf.packed_sequence_compatibility_function(function, positions, documents),
-    )
+    function, blocks = closures(rng, batch, length)[inner], torch.full((batch, length), -1)
+    for row in blocks:
+        edges = sorted(rng.sample(range(length + 1), min(4, length)))
+        for i, (start, end) in enumerate(zip(edges[::2], edges[1::2], strict=False)):
+            row[start:end] = i
+    for mask_function in packed(function, positions, documents) + packed(function, positions, documents, blocks):
+        check(batch_size=batch, q_length=length, kv_length=length, mask_function=mask_function)
 
 
 def test_packed_documents_keep_image_blocks_of_indices_apart():
@@ -133,8 +141,8 @@ def test_packed_documents_keep_image_blocks_of_indices_apart():
     blocks = torch.tensor([[0, 0, -1, -1, 1, 1, 1, -1]])
     inner = hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(blocks))
     documents = hf.find_packed_sequence_indices(positions)
-    function = hf.packed_sequence_compatibility_function(inner, positions, documents)
-    check(known=False, batch_size=1, q_length=8, kv_length=8, mask_function=function)
+    for function in packed(inner, positions, documents):
+        check(known=False, batch_size=1, q_length=8, kv_length=8, mask_function=function)
 
 
 def test_unknown_functions_are_evaluated_exactly():

@@ -219,7 +219,7 @@ def test_a_first_forward_that_is_compiled_in_one_graph():
 
 @pytest.mark.parametrize(
     ("name", "kind", "instead"),
-    [("FalconModel", "falcon", "'sdpa' or 'eager'"), ("GPTJModel", "gptj", "'eager'"), ("GitModel", "git", "'eager'")],
+    [("FalconModel", "falcon", "'sdpa' or 'eager'"), ("GPTNeoModel", "gpt_neo", "'eager'"), ("GitModel", "git", "'eager'")],
 )
 def test_a_model_with_a_table_of_attention_classes_is_no_key_error(name, kind, instead):
     with pytest.raises(ValueError, match=rf"{kind} \(\w+Config\).*use attn_implementation={instead}"):

@@ -74,7 +74,7 @@ def test_the_documentation_counts_what_the_table_counts():
 
 
 def test_register_the_extra_and_the_documentation_name_the_same_versions():
-    oldest, newest, next_one = ".".join(map(str, integration.OLDEST)), "5.23", "5.24"
+    oldest, newest, next_one = ".".join(map(str, integration.OLDEST)), "5.24", "5.25"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = [r for extra in ("transformers", "demo") for r in extras[extra] if r.startswith("transformers")]
     assert wanted == [f"transformers>={oldest},<{next_one}"] * 2
@@ -94,7 +94,7 @@ def test_older_releases_are_refused_in_words(version, monkeypatch):
         integration.register()
 
 
-@pytest.mark.parametrize("version", ["5.4.0", "5.23.0", "5.10.0.dev0"])
+@pytest.mark.parametrize("version", ["5.4.0", "5.24.0", "5.10.0.dev0"])
 def test_newer_releases_are_taken(version, monkeypatch):
     import transformers
 

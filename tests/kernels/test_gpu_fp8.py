@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ USED = (0, 70, 255, 0, 9), (100, 0, 400, 300, 0)
 
 
 def drawing() -> int:
-    return secrets.randbelow(2**31)
+    return random.randrange(2**31)
 
 
 def on_gpu(**changes: Any) -> QuantizeCase:

@@ -47,6 +47,28 @@ def test_nothing_there() -> None:
     assert modules.refusal(SPEC) == "not built" and modules.facts(SPEC) == {}
 
 
+PAST, FUTURE = 1_000_000_000, 4_000_000_000  # seconds, when a folder was changed last
+
+
+def test_what_is_not_there_is_looked_for_when_the_folder_has_changed(
+    stored: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, away = stored.parent, cache / "away"
+    there.rename(away)
+    there.mkdir(mode=0o700)
+    find, looked = modules.find, []
+    monkeypatch.setattr(modules, "find", lambda spec: looked.append(spec) or find(spec))
+    os.utime(there, (FUTURE, FUTURE))  # another change may fall into the same tick
+    for expected in (1, 2):
+        assert modules.refusal(SPEC) == "not built" and len(looked) == expected
+    os.utime(there, (PAST, PAST))
+    for _ in range(3):
+        assert modules.refusal(SPEC) == "not built" and len(looked) == 3
+    for file in away.iterdir():
+        file.rename(there / file.name)
+    assert modules.refusal(SPEC) is None
+
+
 @pytest.mark.parametrize("content", [b"", b"machine", b"machine cope"])
 def test_damage_is_refused(stored: Path, content: bytes) -> None:
     stored.write_bytes(content)

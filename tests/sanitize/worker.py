@@ -76,9 +76,9 @@ def main(order_path: str, results_path: str) -> int:
     options, names, folder = Options.from_json(order["options"]), order["names"], Path(order["taken"])
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.interpreter import patch_numpy_scalars
+        from tests import interpreter_patches
 
-        patch_numpy_scalars()
+        interpreter_patches.apply()
     seen = Kernels()
     with open(results_path, "a") as results:
 

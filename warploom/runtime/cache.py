@@ -10,12 +10,14 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 from warploom.runtime.trust import ELSEWHERE, CacheError, Folder, open_folder
 
 _SCRATCH = ".scratch-"
+_TICK = 3_000_000_000  # ns, past what any file system rounds its times to
 _LOCK = "lock"  # in a scratch folder: held while its owner lives
 _HELP = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EFBIG: "raise the limit on sizes of files (ulimit -f)"}
 
@@ -41,6 +43,21 @@ def cache_folder() -> Path:
 def open_cache(make: bool = False) -> Folder:
     """``cache_folder()``, judged and open; FileNotFoundError or, where it must not or cannot be used, CacheError."""
     return open_folder(cache_folder(), make)
+
+
+def state() -> Hashable | None:
+    """What differs once a file has been put into ``cache_folder()`` or taken from it; None where a time of change cannot tell.
+
+    It cannot while a further change may fall into the same tick of a file system's clock.
+    """
+    path = cache_folder()
+    try:
+        found = os.stat(path)
+    except OSError:
+        return str(path), None
+    if time.time_ns() - found.st_mtime_ns < _TICK:
+        return None
+    return str(path), (found.st_dev, found.st_ino, found.st_mtime_ns)
 
 
 def put(folder: Folder, name: str, content: bytes) -> None:

@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -115,7 +115,10 @@ def cannot_build() -> str | None:
 
 
 class Missing(RuntimeError):
-    """The cache has no module that may be run, and building one would help; ``rank`` is higher the nearer one has come."""
+    """The cache has no module that may be run, and building one would help.
+
+    ``rank`` is higher the nearer one has come, 0 where none is there.
+    """
 
     def __init__(self, words: str, rank: int = 0) -> None:
         super().__init__(words)
@@ -179,6 +182,27 @@ def _examine(spec: ModuleSpec, folder: Folder, stem: str) -> tuple[Path, dict[st
     return folder.path / f"{stem}.so", manifest
 
 
+_absent: dict[ModuleSpec, tuple[Hashable, str]] = {}
+
+
+def _missing(spec: ModuleSpec) -> str | None:
+    """Why the cache has no module that may be run, or None; CacheError as ``find``.
+
+    A module that is not there is looked for again when a file has come into the cache's folder.
+    """
+    state = files.state()
+    kept = _absent.get(spec)
+    if state is not None and kept is not None and kept[0] == state:
+        return kept[1]
+    try:
+        find(spec)
+    except Missing as missing:
+        if state is not None and missing.rank == 0:
+            _absent[spec] = state, str(missing)
+        return str(missing)
+    return None
+
+
 def built(spec: ModuleSpec) -> bool:
     """Whether the cache has the module; CacheError where building it would not help."""
     try:
@@ -191,10 +215,9 @@ def built(spec: ModuleSpec) -> bool:
 def refusal(spec: ModuleSpec) -> str | None:
     """Why the cache's module of ``spec`` is missing or must not be run, or None."""
     try:
-        find(spec)
-    except (Missing, CacheError) as error:
+        return _missing(spec)
+    except CacheError as error:
         return str(error)
-    return None
 
 
 def absence(spec: ModuleSpec) -> str | None:
@@ -203,12 +226,10 @@ def absence(spec: ModuleSpec) -> str | None:
     if reason is None:
         return None
     try:
-        find(spec)
-    except Missing as missing:
-        return f"its module {spec.name} is {missing} in {cache_folder()}, and {reason}"
+        missing = _missing(spec)
     except CacheError as error:
         return f"its module {spec.name} is refused: {error}"
-    return None
+    return None if missing is None else f"its module {spec.name} is {missing} in {cache_folder()}, and {reason}"
 
 
 def outlook(spec: ModuleSpec) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ BANDS = {"full": {}, "causal": {"causal": True}, "window": {"window": (70, 30)}}
 
 
 def seed() -> int:
-    return secrets.randbelow(2**31)
+    return random.randrange(2**31)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

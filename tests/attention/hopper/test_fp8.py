@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import random
 import re
-import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -225,7 +225,7 @@ def handed(x: Inputs, make: Callable[..., AttentionArgs], *starts: Tensor, **opt
     "options", [{}, {"causal": True}, {"window": (150, -20)}, {"softcap": 3.0, "sink": drawn(1, 4), "scale": 0.3}], ids=str
 )
 def test_a_dense_call(played: list[Fp8ForwardConfig], granularity: Any, options: dict[str, Any]) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     x = quantize(
         drawn(drawing, 2, 150, 4, 16), drawn(drawing + 1, 2, 139, 2, 16), drawn(drawing + 2, 2, 139, 2, 32),
         granularity=granularity,
@@ -241,7 +241,7 @@ def test_a_dense_call(played: list[Fp8ForwardConfig], granularity: Any, options:
 @pytest.mark.parametrize("band", [{"causal": True}, {"window": (20, 5)}], ids=str)
 def test_a_packed_call(played: list[Fp8ForwardConfig], granularity: Any, band: dict[str, Any]) -> None:
     """NaN among values that no query sees stays where it is."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     starts_q, starts_k = torch.tensor([0, 40, 40, 200]).int(), torch.tensor([0, 150, 300, 511]).int()
     used = torch.tensor([149, 3, 211]).int()
     q, k, v = drawn(drawing, 200, 6, 32), drawn(drawing + 1, 520, 2, 32), drawn(drawing + 2, 520, 2, 48)
@@ -257,7 +257,7 @@ def test_a_packed_call(played: list[Fp8ForwardConfig], granularity: Any, band: d
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_call_under_a_column_mask(played: list[Fp8ForwardConfig], causal: bool) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     x = quantize(drawn(drawing, 2, 150, 4, 16), drawn(drawing + 1, 2, 139, 2, 16), drawn(drawing + 2, 2, 139, 2, 32))
     lts = torch.randint(0, 150, (2, 2, 139), generator=torch.Generator().manual_seed(drawing), dtype=torch.int32)
     mask = ColumnMask(lts, lts + 40, causal=causal)
@@ -336,7 +336,7 @@ def test_compiled_calls_run_the_kernel(multiplied: list[Fp8ForwardConfig], dynam
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for seqlen_k in (139, 260):
-        given = quantize(*three(secrets.randbelow(2**31), seqlen_k))
+        given = quantize(*three(random.randrange(2**31), seqlen_k))
         multiplied.clear()
         got = compiled(*given)
         assert len(multiplied) == 2
@@ -349,7 +349,7 @@ def test_what_the_kernel_does_not_take_is_dequantised_under_a_compiler(multiplie
         return attention(*quantize(q, k, v), bias=ALiBi.standard(4))
 
     torch._dynamo.reset()
-    given = three(secrets.randbelow(2**31))
+    given = three(random.randrange(2**31))
     assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(*given), call(*given)) and not multiplied
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -38,7 +38,7 @@ DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 
 
 def seed() -> int:
-    return secrets.randbelow(2**31)
+    return random.randrange(2**31)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

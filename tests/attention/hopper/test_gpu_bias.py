@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ SLOPES = [0.5, -0.05, 0.0, 1e-3, -1e-6, 0.9, 0.004, -0.01]
 
 
 def seed() -> int:
-    return secrets.randbelow(2**31)
+    return random.randrange(2**31)
 
 
 @pytest.mark.parametrize("band", BANDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def seed() -> int:
-    return secrets.randbelow(2**31)
+    return random.randrange(2**31)
 
 
 def vectors(number: int, batch: int, heads: int, seqlen_q: int, seqlen_k: int, *names: str, causal: bool = False) -> ColumnMask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +36,7 @@ NAN = float("nan")
 
 
 def seed() -> int:
-    return secrets.randbelow(2**31)
+    return random.randrange(2**31)
 
 
 def starts(lengths: Sequence[int]) -> Tensor:
@@ -137,7 +137,7 @@ def test_features(dim: int, changes: dict[str, Any], deterministic: bool) -> Non
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("dim", [64, 96])
 def test_dropout(dim: int, band: str, used: list[int] | None) -> None:
-    keywords = {**BANDS[band], "dropout_p": 0.3, "dropout_seed": secrets.randbelow(2**64) - 2**63}
+    keywords = {**BANDS[band], "dropout_p": 0.3, "dropout_seed": random.randrange(2**64) - 2**63}
     check(call(6, head_dim=dim, used=used, keywords=keywords))
 
 

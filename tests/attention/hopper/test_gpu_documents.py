@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -35,7 +35,7 @@ LENGTHS = {
 
 
 def seed() -> int:
-    return secrets.randbelow(2**31)
+    return random.randrange(2**31)
 
 
 def check(keywords: dict[str, Any], dim: int = 128, dtype: torch.dtype = BF16, **changes: Any) -> None:

@@ -7,7 +7,7 @@ weights too. Rounding errors of many weights average out: in the root of the mea
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -78,7 +78,7 @@ BANDS: list[dict[str, Any]] = [{}, {"causal": True}]
 @pytest.mark.parametrize("options", BANDS, ids=["full", "causal"])
 @pytest.mark.parametrize("dims", [*DIMS, (16, 64), (96, 80), (192, 160)], ids=str)
 def test_lengths(dims: tuple[int, int], options: dict[str, Any]) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     for batch, seqlen_q, seqlen_k, heads, heads_kv in (
         (1, 128, 128, 1, 1), (2, 300, 1000, 6, 2), (1, 1, 517, 7, 1), (3, 333, 61, 4, 4), (2, 64, 4099, 2, 1), (1, 1, 1, 1, 1),
         (1, 1500, 1500, 3, 3),
@@ -89,7 +89,7 @@ def test_lengths(dims: tuple[int, int], options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
 @pytest.mark.parametrize("hadamard", [True, False])
 def test_granularities(granularity: str, hadamard: bool) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     x = dense(drawing, 2, 260, 700, 4, 2, 128, 128, granularity=granularity, hadamard=hadamard)
     out, lse = check(x, causal=True, drawing=drawing)
     scales = (x[0].scale, x[1].scale, x[2].scale)
@@ -109,7 +109,7 @@ def test_granularities(granularity: str, hadamard: bool) -> None:
     ids=str,
 )  # fmt: skip
 def test_features(dims: tuple[int, int], options: dict[str, Any]) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     options = {**options, **({"sink": drawn(1, 4) + options["sink"]} if "sink" in options else {})}
     check(dense(drawing, 2, 700, 600, 4, 2, *dims), drawing=drawing, **options)
 
@@ -122,7 +122,7 @@ def test_a_row_that_sees_nothing() -> None:
 
 def test_maxima_that_grow_and_fall() -> None:
     """Each key tile's scores are far beyond those before, or far below."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     q, k, v = (drawn(drawing + n, 1, 1100, 2, 128) for n in range(3))
     q[..., 0] = 8.0
     for sign in (1, -1):
@@ -141,7 +141,7 @@ def test_values_of_one_give_one() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(dims: tuple[int, int], causal: bool) -> None:
     """Lengths of every kind; NaN in a sequence, and behind the last, stays there."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     lengths = [5, 0, 1, 128, 300, 129, 31, 640]
     starts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
     total = sum(lengths) + 9  # of no sequence
@@ -163,7 +163,7 @@ def test_packed(dims: tuple[int, int], causal: bool) -> None:
 
 @pytest.mark.parametrize("granularity", ["block", "head"])
 def test_packed_keys_of_their_own(granularity: Any) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     starts_q = torch.tensor([0, 200, 200, 500, 517]).int().cuda()
     starts_k = torch.tensor([0, 333, 500, 1203, 1300]).int().cuda()
     q, k, v = drawn(drawing, 517, 4, 128), drawn(drawing + 1, 1300, 4, 128), drawn(drawing + 2, 1300, 4, 128)
@@ -180,7 +180,7 @@ def test_packed_keys_of_their_own(granularity: Any) -> None:
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 @pytest.mark.parametrize("options", [{"window": (150, 0)}, {"softcap": 8.0, "sink": 1.0}], ids=str)
 def test_packed_features(dims: tuple[int, int], options: dict[str, Any]) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     options = {**options, **({"sink": drawn(1, 4) + options["sink"]} if "sink" in options else {})}
     starts = torch.tensor([0, 200, 900, 1000]).int().cuda()
     q, k, v = (
@@ -201,7 +201,7 @@ MASKS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_column_masks(dims: tuple[int, int], name: str) -> None:
     """Keys that no query sees hold NaN."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     mask = MASKS[name].to("cuda") if hasattr(MASKS[name], "to") else MASKS[name]
     q, k, v = (
         drawn(drawing + n, 2, 700, heads, dim) for n, (heads, dim) in enumerate(((4, dims[0]), (2, dims[0]), (2, dims[1])))
@@ -214,7 +214,7 @@ def test_column_masks(dims: tuple[int, int], name: str) -> None:
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (90, 30)}, {"softcap": 8.0, "sink": 1.0}], ids=str)
 def test_column_masks_and_other_features(options: dict[str, Any]) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     options = {**options, **({"sink": drawn(1, 4) + options["sink"]} if "sink" in options else {})}
     lts = torch.randint(0, 900, (2, 4, 5000), generator=torch.Generator().manual_seed(drawing), dtype=torch.int32).cuda()
     mask = masks.ColumnMask(lts, lts + 300)
@@ -229,7 +229,7 @@ def test_column_masks_and_other_features(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [*BANDS, {"window": (200, 0)}, {"sink": 1.0}], ids=str)
 def test_fast_sums(dims: tuple[int, int], options: dict[str, Any]) -> None:
     """Of values that cancel; blocks of values of very different scales."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     options = {**options, **({"sink": drawn(1, 4) + options["sink"]} if "sink" in options else {})}
     shapes = (2, 700, 4, dims[0]), (2, 700, 2, dims[0]), (2, 700, 2, dims[1])
     q, k, v = (drawn(drawing + n, *shape) for n, shape in enumerate(shapes))
@@ -262,7 +262,7 @@ def test_bits_are_equal_and_graphs_replay(dims: tuple[int, int]) -> None:
 
 def test_long_sums_are_kept() -> None:
     """Values of mean 1: one sum of 131072 keys on the tensor cores would lose most of it."""
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     errors = []
     for keys in (4096, 131072):
         q, k, v = drawn(drawing, 1, 64, 1, 128), drawn(drawing + 1, 1, keys, 1, 128), drawn(drawing + 2, 1, keys, 1, 128) + 1

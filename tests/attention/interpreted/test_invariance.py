@@ -12,6 +12,7 @@ from tests.attention.invariance import Batches, differs, same
 from warploom import masks
 from warploom.runtime import invariance
 
+pytestmark = pytest.mark.usefixtures("products_in_order")
 HALF = torch.float16  # the interpreter multiplies bfloat16 as integers
 
 

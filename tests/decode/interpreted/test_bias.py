@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from typing import Any
 
 import pytest
@@ -39,4 +39,4 @@ def test_bits_do_not_depend_on_neighbours_or_layout() -> None:
 @pytest.mark.parametrize("bias", ["alibi", "key of heads, hides"])
 def test_fp8_caches(bias: str) -> None:
     shape: dict[str, Any] = {"queries": 3, "head_dim": 24, "heads_q": 2, "heads_kv": 1, "dtype": torch.float16}
-    check_fp8(Fp8Case(secrets.randbelow(2**31), [40, 9], bias=bias, page_size=8, **shape), "triton")
+    check_fp8(Fp8Case(random.randrange(2**31), [40, 9], bias=bias, page_size=8, **shape), "triton")

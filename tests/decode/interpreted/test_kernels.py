@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ TWO_HEADS = ["scale and sink", "pages of 16", "bfloat16"]
 
 def interpretable(name: str) -> Case:
     """The case in float16 where it has bfloat16, which the interpreter multiplies as integers; mostly one kv head."""
-    c = case(name, secrets.randbelow(2**31))
+    c = case(name, random.randrange(2**31))
     if c.dtype == torch.bfloat16:
         c = replace(c, dtype=torch.float16)
     return c if name in TWO_HEADS else replace(c, heads_q=c.heads_q // c.heads_kv, heads_kv=1)
@@ -72,7 +72,7 @@ def test_grouped_and_walking(name: str, constants: dict[str, int], monkeypatch: 
 
 @pytest.mark.parametrize("length", [250, 700])
 def test_bits_do_not_depend_on_programs(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = Case(secrets.randbelow(2**31), [length], heads_q=2, heads_kv=1, sink=True, capacity=704)
+    c = Case(random.randrange(2**31), [length], heads_q=2, heads_kv=1, sink=True, capacity=704)
     results = []
     for constants in ({"_FULL": 10**9}, {"_FULL": 0}, {"_FULL": 0, "_PROGRAMS": 0}, {"_FULL": 10**9, "_PROGRAMS": 0}):
         shrink(monkeypatch, **constants)
@@ -84,7 +84,7 @@ def test_bits_do_not_depend_on_programs(length: int, monkeypatch: pytest.MonkeyP
 
 def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch, _FULL=6)
-    seed = secrets.randbelow(2**31)
+    seed = random.randrange(2**31)
     lone = run(Case(seed, [150], queries=2), "triton")
     for capacity, page_size in ((2048, None), (256, 16), (160, 1)):
         crowd = run(Case(seed, [150, 5, 90, 0, 1], queries=2, capacity=capacity, page_size=page_size), "triton")
@@ -93,7 +93,7 @@ def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPa
 
 
 def test_bad_contents_stay_in_bounds() -> None:
-    c = Case(secrets.randbelow(2**31), [70, 30], page_size=16)
+    c = Case(random.randrange(2**31), [70, 30], page_size=16)
     cache = c.cache(poison=1.0)
     cache.block_table.copy_(torch.tensor([[-7, 2**31 - 1, 5, 99, 0], [1, 1, 1, 1, 1]]))
     cache.lengths.copy_(torch.tensor([2**30, -4]))
@@ -106,7 +106,7 @@ def test_bad_contents_stay_in_bounds() -> None:
 @pytest.mark.parametrize("tree", [[[6, 5, 4, 3, 2, 1, 0]], [[0, 1, 2, 3, 4, 5, 6]], [[2**31 - 1, -(2**31), 0, 99, 1, 2, 5]]])
 def test_bad_trees_stay_in_bounds(tree: list[list[int]], left: int | None) -> None:
     """A parent that is no earlier token makes a root."""
-    c = Case(secrets.randbelow(2**31), [70, 5], queries=7, heads_q=1, heads_kv=1)
+    c = Case(random.randrange(2**31), [70, 5], queries=7, heads_q=1, heads_kv=1)
     out, lse = launch.forward(_args(c.q(), c.cache())._replace(tree=torch.tensor(tree, dtype=torch.int32), left=left))
     rooted = [parent if 0 <= parent < t else -1 for t, parent in enumerate(tree[0])]
     options = {"tree": torch.tensor([rooted]), "window": (left, 0)}
@@ -116,7 +116,7 @@ def test_bad_trees_stay_in_bounds(tree: list[list[int]], left: int | None) -> No
 
 def test_bits_of_a_tree_do_not_depend_on_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch, _FULL=6)
-    seed = secrets.randbelow(2**31)
+    seed = random.randrange(2**31)
     shape: dict[str, Any] = {"queries": 7, "heads_q": 2, "heads_kv": 1}
     lone = run(Case(seed, [150], tree=[BROAD], **shape), "triton")
     crowd = run(Case(seed, [150, 5, 9], tree=[BROAD, DEEP, DEEP], capacity=176, page_size=16, **shape), "triton")
@@ -144,14 +144,14 @@ def test_a_window_that_keeps_no_key_reads_none() -> None:
 
 def test_a_sink_of_any_stride() -> None:
     """Every second number of a tensor was once read as if they lay side by side."""
-    c = Case(secrets.randbelow(2**31), [40, 3])
+    c = Case(random.randrange(2**31), [40, 3])
     sinks = torch.randn(8)
     want = decode(c.q(), c.cache(), sink=sinks[::2].clone(), backend="triton")
     assert torch.equal(decode(c.q(), c.cache(), sink=sinks[::2], backend="triton"), want)
 
 
 def test_a_visible_nan_stays() -> None:
-    c = Case(secrets.randbelow(2**31), [130, 130])
+    c = Case(random.randrange(2**31), [130, 130])
     for name in ("k", "v"):
         cache = c.cache()
         getattr(cache, name)[0, 77, 1, 3] = float("nan")
@@ -166,7 +166,7 @@ def test_a_visible_nan_stays() -> None:
 def test_append(page_size: int | None, tokens: int, slots: bool, advance: bool) -> None:
     if slots and page_size is None:
         page_size = 4
-    seed = secrets.randbelow(2**31)
+    seed = random.randrange(2**31)
     generator = torch.Generator().manual_seed(seed)
     drawn = Case(seed, [3, 60, 64, 0], capacity=64, page_size=page_size, head_dim=24, head_dim_v=8).cache(poison=7.0)
     k, v = (torch.randn(4, 2, tokens, dim, generator=generator).transpose(1, 2) for dim in (24, 8))

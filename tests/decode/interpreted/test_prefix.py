@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,11 @@ from warploom.decode.triton import launch, plan
 
 __all__ = ["fresh_plans"]
 
+pytestmark = pytest.mark.usefixtures("products_in_order")
+
 
 def drawn(lengths: list[int], common: list[int], **changes: Any) -> Alike:
-    return Alike(secrets.randbelow(2**31), lengths, common, **changes)
+    return Alike(random.randrange(2**31), lengths, common, **changes)
 
 
 def args_of(c: Alike, cache: Any, prefix: Any) -> Any:

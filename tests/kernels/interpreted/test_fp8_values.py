@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ QUERIES = ints(0, 50, 60, 80, 300, 500)
     ids=str,
 )
 def test_as_by_torch(keys_last: bool, used: Tensor | None, left: int | None, right: int | None) -> None:
-    drawing = secrets.randbelow(2**31)
+    drawing = random.randrange(2**31)
     bits = torch.randint(256, (3, 48, 704), generator=torch.Generator().manual_seed(drawing), dtype=torch.uint8)
     v = bits[..., :700].permute(2, 0, 1)
     v = v if keys_last else v.contiguous()

@@ -35,11 +35,16 @@ def adapt(module: ModuleType, config_class: type, name: str) -> None:
     if kind is None or not callable(getattr(module, function, None)):
         return
     ours = make(kind.forward, name)
-    if list(inspect.signature(ours).parameters) != list(inspect.signature(kind.forward).parameters):
+    if _arguments(ours) != _arguments(kind.forward):
         return
     kind.forward = functools.wraps(kind.forward)(ours)
     setattr(module, function, wrap(getattr(module, function)))
     _adapted.add(config_class)
+
+
+def _arguments(forward: Forward) -> list[str]:
+    """Their names; up to transformers 5.23 `cache` was `past_key_values`."""
+    return ["cache" if name == "past_key_values" else name for name in inspect.signature(forward).parameters]
 
 
 def is_adapted(config_class: type) -> bool:
@@ -84,18 +89,19 @@ def _mpt(original: Forward, name: str) -> Forward:
         self: Any,
         hidden_states: Tensor,
         position_bias: Tensor,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
+        cache = kwargs.pop("past_key_values", cache)
         if attention_mask is None or not _are_bounds(attention_mask):
-            return original(self, hidden_states, position_bias, past_key_values, attention_mask, **kwargs)
+            return original(self, hidden_states, position_bias, cache, attention_mask, **kwargs)
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (t.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for t in mixed.chunk(3, dim=2))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         bias = None if position_bias is None else _slopes(position_bias)
         out = _attend(self, name, query, key, value, attention_mask, bias, self.softmax_scale, self.attn_dropout_p)
         return self.out_proj(out), None

@@ -75,7 +75,7 @@ def attention_forward(
     }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    paged = kwargs.get("cache") is not None
+    paged = continuous.is_paged(kwargs)
     if position_bias is not None and (paged or (attention_mask is None and cu_q is not None)):
         raise ValueError(
             f"position_bias: {_model(module)} gives one for the whole row, and cu_seq_lens_q packs documents in it; "

@@ -14,7 +14,8 @@ import warploom
 from . import alibi
 from .models import NAMES, name_of
 
-# What `PagedAttentionCache.update` takes in the releases whose cache is understood here, 5.23 the first of them.
+# What `PagedAttentionCache.update` takes in the releases whose cache is understood here, 5.23 the first of them. Since 5.24 a
+# layer calls it, and not the attention function.
 _UPDATE = ("self", "key_states", "value_states", "layer_idx", "kwargs")
 
 
@@ -49,7 +50,7 @@ def refuse(model: Any) -> None:
     config = model.config.get_text_config()
     reason = None
     if not understood():
-        reason = f"transformers {_version()} hands over its paged cache in a way that is not known here; 5.23 is"
+        reason = f"transformers {_version()} hands over its paged cache in a way not known here; 5.23's and 5.24's are"
     elif getattr(model.config, "is_encoder_decoder", False):
         reason = "it has an encoder, and a paged cache holds no keys of one"
     elif getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
@@ -76,6 +77,11 @@ def understood() -> bool:
     return tuple(inspect.signature(PagedAttentionCache.update).parameters) == _UPDATE
 
 
+def is_paged(kwargs: dict[str, Any]) -> bool:
+    """Whether an attention function is called for continuous batching, by what transformers passes beside."""
+    return kwargs.get("cache") is not None or kwargs.get("read_index") is not None or kwargs.get("block_table") is not None
+
+
 def attend(
     module: torch.nn.Module,
     query: Tensor,
@@ -86,16 +92,19 @@ def attend(
     options: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attention of one layer over a paged cache, which takes the new keys and gives those that the requests read.
+    """Attention of one layer over what a paged cache holds of the requests.
+
+    Where the cache is among ``kwargs`` it takes the new keys here and gives those that the requests read; else the layer has
+    done so, and key and value are those.
 
     The mask a model makes of the new tokens alone is not read: requests end where `cu_seq_lens_q` and `cu_seq_lens_k` say, and
     are causal within.
 
     Args:
-        query, key, value: `(1, heads, tokens, head_dim)`, the new tokens of all requests side by side.
+        query, key, value: `(1, heads, tokens, head_dim)`, the tokens of all requests side by side.
         window: of the layer, as `attention()` takes it.
         options: further keywords of `attention_varlen()`.
-        kwargs: what transformers passes beside: the cache, its indices and the offsets of requests.
+        kwargs: what transformers passes beside: the offsets of requests, the cache's indices, perhaps the cache.
 
     Returns:
         `(1, tokens, heads, head_dim)`.
@@ -103,8 +112,10 @@ def attend(
     Raises:
         ValueError: a cache that is not understood, or a layer that is not causal.
     """
-    cache = kwargs["cache"]
+    cache = kwargs.get("cache")
     missing = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index") if kwargs.get(name) is None]
+    if cache is None and not isinstance(kwargs.get("cu_seq_lens_k"), Tensor):
+        missing.append("cu_seq_lens_k of this layer")
     if not understood() or not causal or missing or kwargs.get("block_table") is not None:
         config = getattr(module, "config", None)
         raise ValueError(
@@ -112,7 +123,8 @@ def attend(
             f"(transformers {_version()}{'' if causal else ', a layer that is not causal'}); use generate(), or "
             "attn_implementation='sdpa' for continuous batching"
         )
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    if cache is not None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = warploom.attention_varlen(
         q,

@@ -29,7 +29,7 @@ def recognise(function: Callable, columns: Tensor) -> Visible | None:
         return PLAIN[maker](columns) if _plain_holds(function) else None
     if _is_combination(function):
         functions = free["mask_functions"]
-        packed = _packed_pair(functions, columns) if maker == "and_masks" else None
+        packed = _packed_row(functions, columns) if maker == "and_masks" else None
         return packed or _combine(maker, [recognise(part, columns) for part in functions])
     if maker not in MAKERS or set(free) != set(TRIALS[maker]) or not _maker_holds(function.__module__, maker):
         return None
@@ -43,23 +43,41 @@ def _combine(maker: str, parts: Sequence[Visible | None]) -> Visible | None:
     return reduce(lambda a, b: a & b if maker == "and_masks" else a | b, known)
 
 
-def _packed_pair(functions: Sequence[Callable], columns: Tensor) -> Visible | None:
+def _packed_row(functions: Sequence[Callable], columns: Tensor) -> Visible | None:
     """Documents packed in one row, each with positions of its own: what transformers makes of position_ids.
 
-    Inside a document positions rise by one, so a range of positions is the same range of indices, shifted.
+    A mask of positions is one of indices inside each document alone, so documents and what is seen in them are read together.
     """
-    names = [_maker(function) for function in functions]
-    if names != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+    packed = [function for function in functions if _maker(function) == "packed_sequence_mask_function"]
+    others = [function for function in functions if function not in packed]
+    if len(packed) != 1 or not any(map(_has_positions, others)) or not _maker_holds(HOME, "packed_sequence_mask_function"):
         return None
-    if not _maker_holds(HOME, "packed_sequence_mask_function"):
-        return None
-    ids, free = _free_variables(functions[0])["packed_sequence_mask"], _free_variables(functions[1])
-    documents = _documents(columns, ids, made_by_transformers=True)
-    if documents is None or set(free) != {"mask_function", "position_ids"}:
+    documents = _documents(columns, _free_variables(packed[0])["packed_sequence_mask"], made_by_transformers=True)
+    seen = _combine("and_masks", [_within_documents(function, columns) for function in others])
+    return None if documents is None or seen is None else documents & seen
+
+
+def _has_positions(function: Callable) -> bool:
+    if _is_combination(function):
+        return any(map(_has_positions, _free_variables(function)["mask_functions"]))
+    return _maker(function) == "remap_positions_for_packed_sequence"
+
+
+def _within_documents(function: Callable, columns: Tensor) -> Visible | None:
+    """`recognise`, right for a key and a query of one document.
+
+    There positions rise by one, so a range of positions is the same range of indices, shifted.
+    """
+    free = _free_variables(function)
+    if _is_combination(function):
+        return _combine(_maker(function), [_within_documents(part, columns) for part in free["mask_functions"]])
+    if not _has_positions(function):
+        return recognise(function, columns)
+    if set(free) != {"mask_function", "position_ids"}:
         return None
     positions = free["position_ids"].to(columns)[:, columns[0]]  # which int32 ids may be too narrow for
-    inner = _positional(free["mask_function"], positions)
-    return None if inner is None else documents & inner.shift(columns - positions)
+    seen = _positional(free["mask_function"], positions)
+    return None if seen is None else seen.shift(columns - positions)
 
 
 def _positional(function: Callable, positions: Tensor) -> Visible | None:

@@ -1,0 +1,132 @@
+"""Triton's interpreter, mended where it refuses what a compiled kernel may do, and spared work whose result nobody looks at."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+
+@cache
+def apply() -> None:
+    """For the rest of the process, once; triton has been imported under TRITON_INTERPRET, or is to be."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    _mend(language, interpreter)
+    _replace_once(language, interpreter)
+    _describe_when_asked(language)
+    _remember_dtypes(language, interpreter)
+    # Not told to debug, the interpreter computes overflow checks and throws them away.
+    options = interpreter.interpreter_builder.options
+    if not options.debug:
+        interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+
+def _mend(language: Any, interpreter: Any) -> None:
+    """Let tensors bound loops: the interpreter calls int() on arrays of one element, which numpy 2.4 refuses.
+
+    And let a loop's variable, a plain int there, be divided by a constexpr with remainder, as a compiled one can be.
+    """
+    language.constexpr.__rmod__ = lambda self, other: other % self.value
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *args: Any) -> None:
+        patch(tensor, *args)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+def _replace_once(language: Any, interpreter: Any) -> None:
+    """Replace the language's functions at a kernel's launch, and not again at each call of a device function."""
+
+    @cache
+    def builtins(package: Any) -> list[tuple[str, Any]]:
+        return [(name, each) for name, each in inspect.getmembers(package) if language.core.is_builtin(each)]
+
+    def patch_builtin(package: Any, builder: Any, *scope: Any) -> None:
+        for name, builtin in builtins(package):
+            if getattr(package, name) is builtin:  # else replaced already
+                interpreter._patch_attr(package, name, builtin, builder, *scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+    patch_language, replaced = interpreter._patch_lang, set()
+
+    class Launch(interpreter._LangPatchScope):  # type: ignore[misc]
+        """What a launch replaced, whose end makes the next one replace it again."""
+
+        def restore(self) -> None:
+            super().restore()
+            replaced.clear()
+
+    @cache
+    def packages(function: Any) -> frozenset[str]:
+        seen = (value for value in function.__globals__.values() if inspect.ismodule(value))
+        return frozenset(value.__name__ for value in seen if value in (language, language.core))
+
+    def patch(function: Any) -> Any:
+        scope = Launch()
+        if not replaced.issuperset(packages(function)) or not replaced:
+            scope._changes = patch_language(function)._changes
+            replaced.update(packages(function))
+        return scope
+
+    interpreter._patch_lang = patch
+
+
+def _remember_dtypes(language: Any, interpreter: Any) -> None:
+    """Numpy's dtype of a type's elements, in place of a table of all made at each question."""
+    find, found = interpreter._get_np_dtype, {}
+
+    def of(type: Any) -> Any:
+        element = type.element_ty if isinstance(type, language.block_type) else type
+        if element.name not in found:
+            found[element.name] = find(element)
+        return found[element.name]
+
+    interpreter._get_np_dtype = of
+
+
+def _describe_when_asked(language: Any) -> None:
+    """Tuples' types and blocks' names, which shapes are made of and seldom asked for, are made when they are."""
+    core = language.core
+
+    def make_tuple(self: Any, args: Any, type: Any = None) -> None:
+        self.values = list(args)
+        self._type = core.tuple_type(type) if type is not None and not isinstance(type, core.tuple_type) else type
+
+    def type_of(self: Any) -> Any:
+        if self._type is None:
+            self._type = core._type_for_tuple_values(self.values)
+        return self._type
+
+    core.tuple.__init__ = make_tuple
+    core.tuple.type = property(type_of, lambda self, type: setattr(self, "_type", type))
+
+    @cache
+    def extents(shape: tuple[int, ...]) -> tuple[Any, int, Any, Any]:
+        """A block's shape and size, and the same of its tensors."""
+        size = core.validate_block_shape(shape)
+        return core.tuple(shape), size, core.tuple(map(core.constexpr, shape)), core.constexpr(size)
+
+    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
+        self.element_ty = element_ty
+        self.extents = extents(tuple(each.value if isinstance(each, core.constexpr) else each for each in shape))
+        self.shape, self.numel = self.extents[:2]
+        if not self.shape:
+            raise TypeError("0d block_type is forbidden")
+
+    core.block_type.__init__ = make_block
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+
+    scalar = core.tuple([]), core.constexpr(1)
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.extents[2:] if type.is_block() else scalar
+
+    core.tensor.__init__ = make_tensor
