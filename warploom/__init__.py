@@ -1,4 +1,13 @@
-"""Warploom: every attention you train, serve and study, in one package."""
+"""Warploom: every attention you train, serve and study, in one package.
+
+- `attention()`, `attention_varlen()` for packed sequences and `scaled_dot_product_attention()`, torch's drop-in, are exact
+  softmax attention; `masks`, `bias` and `fp8` hold what they take.
+- `decode()` is the same of a few new queries over a `KVCache` or `PagedKVCache`.
+- `linear_attention()`, `gated_delta_rule()` and their steps have a state in place of a cache; `nn` has their layers.
+- `distributed` deals one sequence to many devices.
+- `explain()` says what a call would run and why, `prepare()` makes it ready, `strict()` makes a slower choice an error. The
+  command `warploom doctor` says what can run on this machine.
+"""
 
 from typing import TYPE_CHECKING, Any
 
