@@ -153,7 +153,8 @@ def _biased(d: Draw, v: Variant) -> Variant:
 
 def _largest(d: Draw, v: Variant) -> Variant:
     dim = d.pick((64, 128))
-    return Variant("bfloat16", dim, dim, right=v.right, lse_gradient=v.lse_gradient, deterministic=v.deterministic, largest=True)
+    kept = {"right": v.right, "lse_gradient": v.lse_gradient, "deterministic": v.deterministic}
+    return Variant("bfloat16", dim, dim, **kept, largest=True)
 
 
 def draw_dims(d: Draw, limits: Limits) -> tuple[int, int]:
