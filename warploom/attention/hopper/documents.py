@@ -1,7 +1,7 @@
 """Calls whose mask is nothing but documents in a row: their forward passes run as packed sequences.
 
-Tiles begin where documents do, so that none straddles two of them, and nothing of a mask is read. Backward passes were not found
-to be faster so, and run under the column mask.
+Tiles begin where documents do, so that none straddles two of them, and nothing of a mask is read. Backward passes were not
+found to be faster so, and run under the column mask.
 """
 
 from __future__ import annotations
