@@ -66,6 +66,19 @@ def test_a_variant_keeps_what_a_compiled_kernel_depends_on() -> None:
             assert (first * size % 16 != 0) == (name in variant.unaligned), (number, name)
 
 
+@pytest.mark.parametrize("family", ["attention", "varlen"])
+def test_hopper_meets_biases_and_largest_logits_that_it_computes_itself(family: str) -> None:
+    options, kinds = Options("cuda", (family,), ("hopper",), 0, 400), set()
+    for number in range(0, 900, 3):
+        _, problem = plan.problem(options, number)
+        names = [spec.name for spec in families.load(family).modules(problem, "hopper")]
+        assert not (problem.bias and names) or ("alibi" if problem.bias.startswith("alibi") else "distance") in names[0]
+        assert not (problem.stats and names) or any("largest" in name for name in names)
+        kinds |= {problem.bias, *problem.stats}
+    assert kinds >= {"alibi", "alibi of batches", "relative", "relative, one side", "relative, buckets", ""}
+    assert ("max_logits" in kinds) == (family == "attention")
+
+
 def verdict(got: torch.Tensor, ref: torch.Tensor, **more: object) -> str:
     (found,) = judge({"out": got}, {"out": Expected(ref.double(), (ref.double(),), **more)}, torch.float32)  # type: ignore[arg-type]
     return "right" if found.right else str(found)

@@ -138,6 +138,8 @@ class Attention:
 
 def variants(d: Draw, backend: str, count: int) -> list[Variant]:
     found = spread(lambda: shared.draw_variant(d, backend), count)
+    if backend == "hopper":
+        return shared.with_scores(d, found)
     if backend != "triton":
         return found
     found = [replace(v, chunks=True) if n % CHUNKS_EVERY == 0 else v for n, v in enumerate(found, 1)]
@@ -208,6 +210,10 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Attention:
         found = _chunked(d, found, v, free)
     if free and backend in biases.TAKE_BIASES and d.chance(1 / BIASES_EVERY):
         found = biases.with_bias(d, found)
+    if v.bias:
+        found = biases.with_bias(d, found, v.bias)
+    if v.largest:
+        found = replace(found, stats=d.pick((("max_logits",), ("column_sums", "max_logits"))), visible_nan="")
     if free and backend in biases.TAKE_BIASES and not (found.visible_nan or found.offsets) and d.chance(1 / STATS_EVERY):
         found = replace(found, stats=d.pick(STATS))
     asked = v.invariant or (free and backend in invariant.TAKE_INVARIANT and d.chance(1 / invariant.EVERY))

@@ -22,9 +22,9 @@ DENSE = (*MATRICES, "keys", "keys of all heads")  # which may hold -inf
 DIRECT = ("full", "of heads", "of batches", "a matrix", "keys", "keys of all heads")
 
 
-def with_bias(d: Draw, p: Any) -> Any:
-    """The problem with a bias of any kind and dtype."""
-    kind = d.pick(DRAWN)
+def with_bias(d: Draw, p: Any, begins: str = "") -> Any:
+    """The problem with a bias of any dtype and of any kind that so begins."""
+    kind = d.pick([kind for kind in DRAWN if kind.startswith(begins)])
     return replace(
         p,
         bias=kind,

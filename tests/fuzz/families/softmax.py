@@ -75,6 +75,8 @@ class Variant:
     deterministic: bool = False
     chunks: bool = False  # queries are chunks of longer sequences
     invariant: bool = False  # batch_invariant=True
+    bias: str = ""  # what its kind begins with, "alibi" or "relative"
+    largest: bool = False  # the largest logits are returned
 
 
 def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -> Variant:
@@ -128,6 +130,31 @@ def draw_variant(d: Draw, backend: str, layouts: tuple[str, ...] = ("dense",)) -
             boxes=found.unit == 8 and not found.unaligned and dtype != "float32" and d.chance(0.6),
         )
     return found
+
+
+# Of that many variants of Hopper one has a bias, and one, if it is dense, returns largest logits.
+BIASED_EVERY, LARGEST_EVERY = 4, 9
+
+
+def with_scores(d: Draw, found: list[Variant]) -> list[Variant]:
+    """Some of them with a bias or with largest logits, without what Hopper takes neither beside."""
+    found = [_biased(d, v) if n % BIASED_EVERY == 0 and v.layout != "paged" else v for n, v in enumerate(found, 1)]
+    return [_largest(d, v) if n % LARGEST_EVERY == 0 and v.layout == "dense" else v for n, v in enumerate(found, 1)]
+
+
+def _biased(d: Draw, v: Variant) -> Variant:
+    v = replace(v, dtype="bfloat16", vectors=(), bias=d.pick(("alibi", "relative")))
+    if v.bias == "alibi":
+        dims = (v.head_dim, v.head_dim_v) if max(v.head_dim, v.head_dim_v) <= 128 else (128, 128)
+        return replace(v, head_dim=dims[0], head_dim_v=dims[1], dropout=v.dropout and not v.softcap)
+    dim = d.pick((64, 128))
+    return replace(v, head_dim=dim, head_dim_v=dim, softcap=False, dropout=False, sink="", used=False)
+
+
+def _largest(d: Draw, v: Variant) -> Variant:
+    dim = d.pick((64, 128))
+    kept = {"right": v.right, "lse_gradient": v.lse_gradient, "deterministic": v.deterministic}
+    return Variant("bfloat16", dim, dim, **kept, largest=True)
 
 
 def draw_dims(d: Draw, limits: Limits) -> tuple[int, int]:
@@ -295,6 +322,8 @@ def modules(
         deterministic=p.deterministic is True,
         backward=p.backward,
         seqused=used,
+        bias="alibi" if p.bias.startswith("alibi") else "distance" if p.bias.startswith("relative") else "",
+        bias_grad=p.bias_gradient,
         page_box=largest_box(p.page_size, p.width) if layout == "paged" else 0,
     )
     if backend == "ampere":
@@ -302,14 +331,31 @@ def modules(
 
         return [ampere(described, (9, 0)).spec]
     from warploom.attention.features import Features
-    from warploom.attention.hopper.plan import backward_config_for, config_for, takes_columns, takes_dropout
+    from warploom.attention.hopper.plan import (
+        LONG,
+        backward_config_for,
+        bias_backward_refusal,
+        bias_refusal,
+        config,
+        config_for,
+        shape,
+        takes_columns,
+        takes_dropout,
+        with_largest,
+    )
 
+    assert not p.bias or bias_refusal(described) is None, p
     ways = [described]
-    if p.mask is not None and layout != "paged":  # it may be a band
+    if p.mask is not None and layout != "paged" and not p.bias:  # it may be a band
         ways.append(replace(described, columns=("lts",)))
     found = [config_for(way).spec for way in ways]
+    if "max_logits" in p.stats:
+        every, long = shape(longest_q, longest_k), longest_k >= LONG
+        found.append(with_largest(config(Features.of(described), long, 0, every)).spec)
     for way in ways:
         features = Features.of(way)
+        if features.bias and bias_backward_refusal(features) is not None:
+            continue
         if p.backward and takes_dropout(features) and (not way.columns or takes_columns(features)):
             found.append(backward_config_for(way, bool(p.lse_gradient)).spec)
     return found

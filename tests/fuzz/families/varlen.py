@@ -166,6 +166,8 @@ class Varlen:
 def variants(d: Draw, backend: str, count: int) -> list[Variant]:
     layouts = ("varlen", "varlen", "varlen", "paged")
     found = spread(lambda: shared.draw_variant(d, backend, layouts), count)
+    if backend == "hopper":
+        return shared.with_scores(d, found)
     if backend != "triton":
         return found
     return [replace(v, invariant=True) if n % invariant.EVERY == 4 else v for n, v in enumerate(found, 1)]
@@ -245,6 +247,8 @@ def draw(d: Draw, variant: Variant | None, backend: str) -> Varlen:
         found = biases.with_bias(d, found)
         if not found.bias.startswith(("alibi", "relative")):  # which need not know how long the longest sequence is
             found = replace(found, longest=found.longest or "exact")
+    if v.bias and found.lengths_q:
+        found = biases.with_bias(d, found, v.bias)
     if free and backend in biases.TAKE_BIASES and not found.page_size and d.chance(1 / dense.STATS_EVERY):
         found = replace(found, stats=d.pick(dense.STATS))
     asked = v.invariant or (free and backend in invariant.TAKE_INVARIANT and d.chance(1 / invariant.EVERY))
