@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import runpy
 import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -73,6 +77,30 @@ def subgroup(rank: int, world: int, seed: int) -> None:
         return
     Sharded(seed, 40, group=group, keywords={"causal": True}, sink=True).check()
     Sharded(seed, 40, group=group, keywords={"causal": True}, method="ring").check()
+
+
+@case("groups of all after one of some", 3)
+def groups_after(rank: int, world: int, seed: int) -> None:
+    """As torch names groups since 2.14: by a count that goes up where one is made, which all have to agree on afterwards."""
+
+    def hashed(ranks: Sequence[int]) -> str:
+        return f"{'_'.join(map(str, ranks))} {c10d._world.group_count}"
+
+    def named(ranks: Sequence[int], use_hashed_name: bool) -> str:
+        found = hashed(ranks) if use_hashed_name else str(c10d._world.group_count)
+        c10d._world.group_count += 1
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(c10d, "_hash_ranks_to_str", hashed)
+        patch.setattr(c10d, "_process_group_name", named)
+        some = dist.new_group([1, 2])
+        for again in (some, dist.new_group([1, 2], timeout=timedelta(minutes=7))):
+            if rank:
+                assert distributed.shard_plan(40, again).group is not again
+        counts: list[Any] = [None] * world
+        dist.all_gather_object(counts, c10d._world.group_count)
+        assert len(set(counts)) == 1
 
 
 @case("collectives have a group of their own")

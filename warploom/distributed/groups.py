@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from warploom.runtime import arguments
 
 # A group of ours for each of the user's, by the name that torch gives it; names come again after destroy_process_group().
 _own: dict[str, tuple[Any, Any]] = {}
+# Those that were made, by their processes, backend and timeout, of the world of `_world`.
+_made: dict[tuple[Any, ...], Any] = {}
+_world: Any = None
 
 
 def of(group_or_mesh: Any) -> Any:
@@ -52,30 +56,58 @@ def of(group_or_mesh: Any) -> Any:
 def own(parent: Any) -> Any:
     """A group of the same processes for our collectives, so that the order of others beside them does not matter.
 
-    A collective of ``parent``, once. torch names a group that only its members make by how many groups each is in: members that
-    differ in that would wait for each other under different names. Their collectives run on ``parent`` itself.
+    A collective of ``parent``, once; groups of the same processes share one. torch names a group that only its members make by
+    a number of each: members whose numbers differ would wait for each other under different names. Their collectives run on
+    ``parent`` itself.
     """
+    global _world
     name = parent.group_name
     kept = _own.get(name)
     if kept is None or kept[0] is not parent:
-        counts: list[Any] = [None] * dist.get_world_size(parent)
-        dist.all_gather_object(counts, _groups_here(), group=parent)
+        if _world is not dist.group.WORLD:
+            _made.clear()
+            _world = dist.group.WORLD
+        options: dict[str, Any] = {"backend": dist.get_backend(parent)}
+        with suppress(AttributeError, RuntimeError):  # a backend without a timeout of its own
+            device = torch.device("cuda" if "nccl" in options["backend"] else "cpu")
+            options["timeout"] = parent._get_backend(device).options._timeout
+        ranks = dist.get_process_group_ranks(parent)
+        key = (*ranks, *options.values())
+        number = sum(made[: len(ranks)] == tuple(ranks) for made in _made)
+        names: list[Any] = [None] * len(ranks)  # and whether there is such a group
+        dist.all_gather_object(names, (key in _made, _name(ranks, number)), group=parent)
         found = parent
-        if len(set(counts)) == 1:
-            options: dict[str, Any] = {}
-            with suppress(AttributeError, RuntimeError):  # a backend without a timeout of its own
-                device = torch.device("cuda" if "nccl" in dist.get_backend(parent) else "cpu")
-                options["timeout"] = parent._get_backend(device).options._timeout
-            ranks = dist.get_process_group_ranks(parent)
-            found = dist.new_group(ranks, backend=dist.get_backend(parent), use_local_synchronization=True, **options)
+        sorts = ranks == sorted(ranks)  # as torch does with those of a new group
+        if len(set(names)) == 1 and names[0][1] is not None and sorts:
+            if key not in _made:
+                with _apart(number):
+                    _made[key] = dist.new_group(ranks, use_local_synchronization=True, **options)
+            found = _made[key]
         kept = _own[name] = parent, found
     return kept[1]
 
 
-def _groups_here() -> int:
-    """How many groups this process is in, as torch counts them."""
-    world = getattr(dist.distributed_c10d, "_world", None)
-    return len(getattr(world, "pg_names", ()))
+def _name(ranks: list[int], number: int) -> str | None:
+    """What torch would call a new group of ours; None where it cannot be asked."""
+    named = getattr(dist.distributed_c10d, "_hash_ranks_to_str", None)
+    with _apart(number):
+        return None if named is None else str(named(ranks))
+
+
+@contextmanager
+def _apart(number: int) -> Iterator[None]:
+    """While a group is made that others do not make: torch's count of groups, which names the next one on every rank, stays.
+
+    From torch 2.14 on the count is in the name of such a group and goes up where one is made, so that ranks beside would name
+    their next common group otherwise and wait for ever.
+    """
+    world = dist.distributed_c10d._world
+    before = world.group_count
+    world.group_count = -1 - number  # in a name that no group of the user's has
+    try:
+        yield
+    finally:
+        world.group_count = before
 
 
 def compared(group: Any, facts: dict[str, Any], error: Exception | None, what: str) -> None:
