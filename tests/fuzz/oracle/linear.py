@@ -135,7 +135,7 @@ class Linear:
         """phi(x)."""
         if name == "elu+1":
             # exp of a minimum, so that a large x does not send an infinity into the gradient.
-            return torch.where(x > 0, x + 1.0, torch.exp(x.clamp(max=0.0)))
+            return torch.where(x > 0, x + 1.0, torch.exp(torch.where(x > 0, 0.0, x)))
         return torch.where(x <= 0, 0.0, x) if name == "relu" else x
 
     def hide(self, x: Tensor, keys: Tensor) -> Tensor:
