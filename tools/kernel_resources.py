@@ -44,7 +44,7 @@ from warploom.decode.problem import DecodeArgs  # noqa: E402
 from warploom.decode.triton import launch as decode_launch  # noqa: E402
 from warploom.decode.triton import plan as decode_plan  # noqa: E402
 from warploom.decode.triton import tree as decode_tree  # noqa: E402
-from warploom.runtime.triton_launch import without_lines  # noqa: E402
+from warploom.runtime.triton_launch import settings  # noqa: E402
 
 from tools.machine_code import faults, listing  # noqa: E402  isort: skip
 
@@ -392,7 +392,7 @@ def compiled_launch(launch: Recorded, architecture: int) -> Any:
     """Triton's binary of a launch, for an architecture that need not be here."""
     s = specialised(launch)
     source = ASTSource(launch.kernel, s.signature, s.constants, s.attributes)
-    with without_lines():
+    with settings():
         return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=s.options)
 
 

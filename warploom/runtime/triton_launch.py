@@ -15,9 +15,14 @@ import torch
 import triton
 from torch import Tensor
 
-# The launcher behind CompiledKernel is internal to Triton; these versions take the arguments below.
-_DIRECT = triton.__version__.startswith("3.6.")
-_LINES = "TRITON_DISABLE_LINE_INFO"
+# The launcher behind CompiledKernel is internal to Triton; these versions take the arguments below, the later ones a kernel's
+# own as one tuple.
+_TUPLE = triton.__version__.startswith(("3.8.", "3.9."))
+_DIRECT = _TUPLE or triton.__version__.startswith("3.6.")
+# How kernels are compiled, unless the user says otherwise. Without line numbers, as ptxas allocates registers by them too: a
+# forward pass took ten more when its source lines moved, the PTX being the same but for those (docs/lab-notes/compiler.md).
+# With fused multiply-adds, the default up to Triton 3.9, which warns that it will change.
+_SETTINGS = ("TRITON_DISABLE_LINE_INFO", "TRITON_DEFAULT_FP_FUSION")
 _PLAIN = frozenset((int, float, bool, type(None)))  # what is no tensor, sooner told than by isinstance
 
 
@@ -44,7 +49,7 @@ class Launch:
             stream = torch._C._cuda_getCurrentRawStream(raw.device)
             raw(grid, stream, *[a if type(a) in _PLAIN else a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
             return
-        with without_lines():
+        with settings():
             compiled = self._kernel[grid](*arguments, **self._constants)
         if self._direct:
             self._remember(compiled)
@@ -74,7 +79,7 @@ class Launch:
 
     def _remember(self, compiled: Any) -> None:
         launcher = compiled.run
-        if launcher.global_scratch_size or launcher.profile_scratch_size:
+        if launcher.global_scratch_size or launcher.profile_scratch_size or getattr(launcher, "gsan_enabled", False):
             self._direct = False
             return
         constexprs = sum(p.is_constexpr for p in self._kernel.params)
@@ -92,7 +97,9 @@ class RawLaunch:
         self.launch = launcher.launch
         # Function, cooperative, programmatic; no scratch, metadata, no hooks.
         flags = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
-        self.before = (*flags, None, None, compiled.packed_metadata, None, None, None)
+        self.before = () if _TUPLE else (*flags, None, None, compiled.packed_metadata, None, None, None)
+        if _TUPLE:
+            self.launch = tupled(launcher, (*flags, compiled.packed_metadata, None, None, None, None, None))
         # Constexprs are baked in: the launcher takes their places and ignores them.
         self.nones = (None,) * constexprs
 
@@ -109,6 +116,16 @@ class RawLaunch:
             launch(*before, stream(device), *between, *pointers, *after)
 
         return run
+
+
+def tupled(launcher: Any, before: tuple[Any, ...]) -> Callable[..., None]:
+    """The C launcher of Triton 3.8 and later by grid, stream and the kernel's arguments."""
+    launch, before = launcher.launch, (*before, launcher.arg_annotations, launcher.kernel_signature)
+
+    def run(x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        launch(x, y, z, stream, *before, arguments)
+
+    return run
 
 
 class Chain:
@@ -137,20 +154,15 @@ class Chain:
 
 
 @contextmanager
-def without_lines() -> Iterator[None]:
-    """Compile without line numbers, unless TRITON_DISABLE_LINE_INFO is set to anything.
-
-    ptxas allocates registers by them too: a forward pass took ten more when its source lines moved, the PTX being the same
-    but for those (docs/lab-notes/compiler.md).
-    """
-    if _LINES in os.environ:
-        yield
-        return
-    os.environ[_LINES] = "1"
+def settings() -> Iterator[None]:
+    """Compile as `_SETTINGS` say; what is in the environment already stays."""
+    ours = [name for name in _SETTINGS if name not in os.environ]
+    os.environ.update(dict.fromkeys(ours, "1"))
     try:
         yield
     finally:
-        os.environ.pop(_LINES, None)
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def watched() -> bool:
