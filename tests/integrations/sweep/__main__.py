@@ -165,9 +165,12 @@ def main() -> int:
         unfinished.replace(args.json)  # in one step: a run that is stopped leaves the last whole table
 
     sweep_all(classes, args.jobs, save)
+    unlike = [name for name in CORE_EQUAL if table.get(name, {}).get("outcome") != compare.EQUAL] if args.core else []
+    if unlike:
+        print(f"not equal: {', '.join(unlike)}")
     counts = Counter(record["outcome"] for record in table.values())
     print(", ".join(f"{outcome}: {count}" for outcome, count in counts.most_common()))
-    return int(bool(counts[compare.WRONG] + counts[compare.CRASHED]))
+    return int(bool(unlike or counts[compare.WRONG] + counts[compare.CRASHED]))
 
 
 if __name__ == "__main__":
