@@ -83,18 +83,18 @@ def test_register_the_extra_and_the_documentation_name_the_same_versions():
         assert re.search(said, (ROOT / "docs" / page).read_text(), re.IGNORECASE)
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.14.1", "5.14.0.dev0"])
+@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.15.1", "5.15.0.dev0"])
 def test_older_releases_are_refused_in_words(version, monkeypatch):
     import transformers
 
     monkeypatch.setattr(transformers, "__version__", version)
     with pytest.raises(
-        ImportError, match=rf"needs transformers 5\.15 or newer, and {re.escape(version)} is installed: pip install"
+        ImportError, match=rf"needs transformers 5\.16 or newer, and {re.escape(version)} is installed: pip install"
     ):
         integration.register()
 
 
-@pytest.mark.parametrize("version", ["5.15.0", "5.24.0", "5.20.0.dev0"])
+@pytest.mark.parametrize("version", ["5.16.0", "5.24.0", "5.20.0.dev0"])
 def test_newer_releases_are_taken(version, monkeypatch):
     import transformers
 

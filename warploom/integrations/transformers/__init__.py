@@ -10,13 +10,13 @@ from __future__ import annotations
 from .delta import use_gated_delta_rule
 
 RESERVED = ("eager", "sdpa", "flex_attention")
-OLDEST = (5, 15)  # passes `python -m tests.integrations.sweep --core`; up to 5.14 T5 computes attention by itself
+OLDEST = (5, 16)  # passes `python -m tests.integrations.sweep --core`, and its gated delta rule is one that is known
 
 
 def register(name: str = "warploom") -> str:
     """Make `attn_implementation=name` known to transformers: the attention and its mask function.
 
-    Idempotent. Needs transformers 5.15 or newer (`pip install 'warploom[transformers]'`). Models that are given this name
+    Idempotent. Needs transformers 5.16 or newer (`pip install 'warploom[transformers]'`). Models that are given this name
     also learn to refuse in words what they cannot do with it: attention weights, attention classes of their own.
 
     Args:
@@ -27,7 +27,7 @@ def register(name: str = "warploom") -> str:
         `name`.
 
     Raises:
-        ImportError: transformers is missing or older than 5.15.
+        ImportError: transformers is missing or older than 5.16.
         ValueError: the name cannot be used.
     """
     if not isinstance(name, str) or not name or "flash" in name or "|" in name or name in RESERVED:
