@@ -17,7 +17,7 @@ from pathlib import Path
 from warploom.runtime.trust import ELSEWHERE, CacheError, Folder, open_folder
 
 _SCRATCH = ".scratch-"
-_TICK = 3_000_000_000  # ns, past what any file system rounds its times to
+_TICK = 3.0  # seconds, past what any file system rounds its times to
 _LOCK = "lock"  # in a scratch folder: held while its owner lives
 _HELP = {errno.ENOSPC: "make room", errno.EDQUOT: "make room", errno.EFBIG: "raise the limit on sizes of files (ulimit -f)"}
 
@@ -55,9 +55,9 @@ def state() -> Hashable | None:
         found = os.stat(path)
     except OSError:
         return str(path), None
-    if time.time_ns() - found.st_mtime_ns < _TICK:
+    if time.time() - found.st_mtime < _TICK:
         return None
-    return str(path), (found.st_dev, found.st_ino, found.st_mtime_ns)
+    return str(path), (found.st_dev, found.st_ino, found.st_mtime)
 
 
 def put(folder: Folder, name: str, content: bytes) -> None:

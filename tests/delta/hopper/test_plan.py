@@ -113,6 +113,7 @@ def test_modules_that_cannot_come(machine: None, monkeypatch: pytest.MonkeyPatch
     found = hopper.BACKEND.supports(call())
     assert found == f"its module {needed[-1].name} is not built in {tmp_path / 'modules'}, and the CuTe DSL is not installed"
     there.add(needed[-1].spec)
+    (tmp_path / "modules").mkdir()  # which says that something came
     assert hopper.BACKEND.supports(call()) is None
     there.clear()
     assert hopper.BACKEND.supports(call()) is None, "what was found is not looked at again"
