@@ -578,7 +578,8 @@ class Cpu(StatsBackend):
         lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=torch.float32)
         for n, sequence in enumerate(sequences(args)):
             if sequence.args.q.shape[1]:
-                dense = alone(sequence.args) if args.batch_invariant else sequence.args
+                # Keys lie as they did in pages of FP8, which were no copies.
+                dense = alone(sequence.args) if args.batch_invariant else _readable(sequence.args)
                 part_out, part_lse = _forward_dense(dense, n)
                 out[sequence.queries], lse[:, sequence.queries] = part_out[0], part_lse[0]
         return out, lse
