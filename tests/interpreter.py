@@ -37,16 +37,8 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of a tile's product in one order: what a BLAS for some processors adds up depends on a row's place in its tile."""
-
-    def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        a, b = a.astype(dtype), b.astype(dtype)
-        found = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), dtype)
-        for i in range(a.shape[-1]):
-            found += a[..., :, i, None] * b[..., i, None, :]
-        return found
-
-    monkeypatch.setattr(np, "matmul", matmul)
+    """Bits do not depend on a row's place in its tile."""
+    monkeypatch.setattr(np, "matmul", interpreter_patches.matmul)
 
 
 def ignored() -> list[str]:

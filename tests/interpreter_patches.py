@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 
 @cache
 def apply() -> None:
@@ -22,6 +24,35 @@ def apply() -> None:
     options = interpreter.interpreter_builder.options
     if not options.debug:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
+
+
+def apply_for_any_problem() -> None:
+    """And what drawn problems ask for besides: products in one order, as some compare bits, and bfloat16 that is rounded."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    apply()
+    np.matmul = matmul  # type: ignore[assignment, misc]
+    convert = interpreter._convert_float
+
+    def rounded(data: np.ndarray, given: Any, wanted: Any, mode: Any) -> np.ndarray:
+        """To nearest, where the interpreter cuts."""
+        if mode is not None or given != language.float32 or wanted != language.bfloat16:
+            return convert(data, given, wanted, mode)
+        bits = np.ascontiguousarray(data).view(np.uint32)
+        near = np.where(np.isnan(data), bits | 1 << 22, bits + 0x7FFF + (bits >> 16 & 1))
+        return (near >> 16).astype(np.uint16)
+
+    interpreter._convert_float = rounded
+
+
+def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """numpy's, summed in one order: what a BLAS for some processors adds up depends on a row's place in its tile."""
+    a, b = a.astype(dtype), b.astype(dtype)
+    found = np.zeros((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1]), dtype)
+    for i in range(a.shape[-1]):
+        found += a[..., :, i, None] * b[..., i, None, :]
+    return found
 
 
 def _mend(language: Any, interpreter: Any) -> None:

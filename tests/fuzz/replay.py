@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,6 +33,10 @@ def again(kept: dict[str, Any], backend: str, device: str) -> Outcome:
 def replay_files(paths: Iterable[str], backends: list[str], device: str) -> int:
     """Print what each comes to, on its own backend or those given; 1 where one fails."""
     failed = 0
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tests import interpreter_patches
+
+        interpreter_patches.apply_for_any_problem()
     for path in paths:
         kept = load(path)
         for backend in backends or [kept["backend"]]:
