@@ -28,7 +28,7 @@ from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.bias import ALiBi
 from warploom.fp8 import Fp8Tensor, quantize
 from warploom.masks import ColumnMask
-from warploom.runtime import module_spec, modules
+from warploom.runtime import module_spec, modules, traced
 
 needs_dsl = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -295,6 +295,24 @@ def test_bands_that_hide_first_keys(options: dict[str, Any], hides: bool, monkey
     args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
     assert (fp8_run.refusal(args, BF16, False) is not None) == hides
     assert fp8_run.refusal(args, torch.float32, False) is not None
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 0), "softcap": 8.0}], ids=str)
+def test_the_module_looked_for_is_the_one_that_a_build_writes(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name of its file, in which False and 0 differ, though a config with one is equal to that with the other."""
+    found: list[str] = []
+    monkeypatch.setattr(modules, "cannot_build", lambda: "no compiler")
+    monkeypatch.setattr(modules, "absence", lambda spec: found.append(spec.stem()))
+    monkeypatch.setattr(fp8_run, "_found", traced.Found())
+    x = quantize(drawn(1, 1, 203, 2, 128), drawn(2, 1, 203, 2, 128), drawn(3, 1, 203, 2, 128))
+    call = checked(*x, None, None, None, {})
+    args = call.as_e4m3(dense_args(*call.stand_ins(), **options))
+    fp8_config.cache_clear()
+    assert fp8_run.refusal(args, BF16, False) is None
+    fp8_config.cache_clear()
+    band = {"right": bool(options), "left": "window" in options}
+    features = Features(torch.float8_e4m3fn, 128, 128, **band, softcap="softcap" in options)
+    assert found == [fp8_config(features, BF16).spec.stem()]
 
 
 # Under torch's machinery

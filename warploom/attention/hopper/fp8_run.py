@@ -48,10 +48,13 @@ def refusal(args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | No
             # Their values would be read beside others, and a NaN does not vanish against P = 0; TMA leaves out what is behind.
             return "has no FP8 kernel where a window hides the first keys from all queries"
     features = Features.of_args(args)
-    # What is not text is a flag.
-    flags = [each if isinstance(each, str) else _settled(each) for each in features[3:]]
+    # A name is that of a module with False, not with 0 in its place.
+    rest = [
+        _settled(value) if isinstance(features._field_defaults[name], bool) else value
+        for name, value in zip(features._fields[3:], features[3:], strict=True)
+    ]
     return _module_refusal(
-        out_dtype, _settled(fast), features.dtype, *tile_dims(features.head_dim, features.head_dim_v), *flags
+        out_dtype, _settled(fast), features.dtype, *tile_dims(features.head_dim, features.head_dim_v), *rest
     )
 
 
