@@ -92,7 +92,7 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
     assert run["rows"] == [] and "tree, B1 S256 H2 D16" in run["left_out"]
-    assert len(run["left_out"]) == 2 + 3 + 14 + 5 + 5 + 2 + 1 + 1 + 8
+    assert len(run["left_out"]) == 2 + 3 + 14 + 5 + 5 + 3 + 1 + 1 + 8
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(

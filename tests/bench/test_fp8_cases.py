@@ -19,6 +19,7 @@ from warploom.fp8 import Fp8Tensor, quantize
 
 SHAPE = Shape(2, 160, 2, 32)
 FP8, FP32 = "e4m3", "float"
+OURS = "warploom", "warploom, quantised too", "warploom, fast sums"
 
 
 @dataclass(eq=False)
@@ -116,15 +117,24 @@ def rows(causal: bool = False) -> dict[str, dict[str, Any]]:
 def test_contenders(causal: bool, gpu: ModuleType) -> None:
     found = rows(causal)
     forward = found["forward"]["contenders"]
-    assert set(forward) == {"warploom", "warploom, quantised too", "warploom, bf16", "cuDNN", "cuDNN, FP8"}
+    assert set(forward) == {*OURS, "warploom, bf16", "cuDNN", "cuDNN, FP8"}
     for name, each in forward.items():
         assert each["ms"] > 0 and each["tflops"] > 0, name
-        eighth = "FP8" in name or name in ("warploom", "warploom, quantised too")
+        eighth = "FP8" in name or name in OURS
         assert (0.01 if eighth else 0) < each["error"] < (fp8.FURTHEST if eighth else 1e-2), (name, each["error"])
     assert ("quantising" in found) == (not causal)
     if not causal:
         quantising = found["quantising"]["contenders"]
         assert set(quantising) == {*fp8.WAYS, "copy"} and all(each["gb_s"] > 0 for each in quantising.values())
+
+
+def test_documents(gpu: ModuleType) -> None:
+    device: Any = SimpleNamespace(type="cuda")
+    [(measure, comparison)] = fp8._documents(SHAPE, device)
+    found = compare(comparison, Timer(torch.device("cpu"), seconds=0.0))["contenders"]
+    assert measure == "forward" and set(found) == {"warploom", "warploom, packed", "warploom, bf16", "warploom, bf16, packed"}
+    for name, each in found.items():
+        assert ("bf16" in name) == (each["error"] < 1e-2) and each["error"] < fp8.FURTHEST, (name, each)
 
 
 def test_a_wrong_peer_and_wrong_numbers_are_seen(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +170,8 @@ def test_values_that_lie_key_by_key_are_copied_for_cudnn(gpu: Any) -> None:
 
 def test_cases_and_bars() -> None:
     names = [case.name for case in fp8.fp8_cases(False)]
-    assert len(names) == 24 and {"D64 S4096 full", "D128 S16384 causal", "D256 S32768 full"} <= set(names)
+    some = {"D64 S4096 full", "D128 S16384 documents", "D192 S16384 causal", "D256 S32768 full"}
+    assert len(names) == 29 and some <= set(names)
 
     def row(case: str, **ms: float) -> dict[str, Any]:
         contenders: dict[str, Any] = {name: {"ms": each} for name, each in ms.items()}
@@ -169,8 +180,12 @@ def test_cases_and_bars() -> None:
 
     full = row("D128 S16384 full", **{"warploom": 4.0, "cuDNN, FP8": 4.4, "warploom, quantised too": 4.2})
     other = row("D64 S4096 causal", **{"warploom": 4.0, "cuDNN, FP8": 3.9})
-    found = {what: value for what, _, value in BARS["fp8", "forward"]([full, other])}
+    wide = row("D256 S16384 full", **{"warploom": 4.0, "warploom, quantised too": 4.4, "warploom, fast sums": 3.9})
+    wide["contenders"]["warploom, fast sums"]["tflops"] = 1100.0
+    found = {what: value for what, _, value in BARS["fp8", "forward"]([full, other, wide])}
     assert found["cuDNN's FP8 over ours, the worst case"] == pytest.approx(3.9 / 4.0)
     assert found["D128 S16384 full over 1050 TFLOP/s"] == pytest.approx(1000 / 1050)
     assert found["D128 S16384 causal over 980 TFLOP/s"] is None
     assert found["1.08 of D128 S16384 full over the same quantised too"] == pytest.approx(1.08 * 4.0 / 4.2)
+    assert found["1.08 of D256 S16384 full over the same quantised too"] == pytest.approx(1.08 * 4.0 / 4.4)
+    assert found["D256 S16384 full, fast sums, over 1150 TFLOP/s"] == pytest.approx(1100 / 1150)

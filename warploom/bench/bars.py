@@ -88,9 +88,9 @@ def _hopper(least: float, others: tuple[str, ...], peers: tuple[str, ...]) -> Ca
     return bars
 
 
-def _rates(rows: Sequence[Row]) -> dict[str, float]:
+def _rates(rows: Sequence[Row], ours: str = "warploom") -> dict[str, float]:
     """TFLOP/s of ours by case."""
-    return {row["case"]: row["contenders"].get("warploom", {}).get("tflops") for row in rows}
+    return {row["case"]: row["contenders"].get(ours, {}).get("tflops") for row in rows}
 
 
 def _hopper_forward(rows: Sequence[Row]) -> list[Bar]:
@@ -187,8 +187,12 @@ def _fp8(rows: Sequence[Row]) -> list[Bar]:
     for case, least in asked.items():
         rate = rates.get(case)
         found.append((f"{case} over {least} TFLOP/s", 1.0, rate / least if rate else None))
-    quantised = ratios(rows, "warploom, quantised too").get("D128 S16384 full")
-    return [*found, ("1.08 of D128 S16384 full over the same quantised too", 1.0, 1.08 / quantised if quantised else None)]
+    fast = _rates(rows, "warploom, fast sums").get("D256 S16384 full")
+    found.append(("D256 S16384 full, fast sums, over 1150 TFLOP/s", 1.0, fast / 1150 if fast else None))
+    for case in ("D128 S16384 full", "D256 S16384 full"):
+        quantised = ratios(rows, "warploom, quantised too").get(case)
+        found.append((f"1.08 of {case} over the same quantised too", 1.0, 1.08 / quantised if quantised else None))
+    return found
 
 
 def _host(rows: Sequence[Row]) -> list[Bar]:
