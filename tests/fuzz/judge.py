@@ -131,6 +131,7 @@ def _conclude(name: str, want: Expected, dtype: torch.dtype, row: list[float]) -
         return Verdict(name, why=f"{int(lost)} elements are NaN or infinite that should be numbers")
     atol, eps = SLACK[dtype]
     atol = atol if want.atol is None else max(atol, want.atol)
+    eps = eps if want.eps is None else max(eps, want.eps)
     rounded = dtype if want.dtype is None else want.dtype
     unit = torch.finfo(rounded).eps / 2
     max_ratio = max_error / (2.0 * max_model + atol * max(1.0, largest) + unit * largest)

@@ -27,7 +27,8 @@ class Expected:
     dtype: what the result is rounded to, where that is narrower than the inputs' dtype; None: the inputs'.
     loose: NaN is allowed in the result where `ref` has a number (a visible NaN may reach rows that share its tile).
     like: dtype the result must have; None: not looked at.
-    atol: slack of the largest error, where it is another than the dtype's.
+    atol: slack of the largest error, where it is more than the dtype's.
+    eps: slack of the norm, likewise.
     """
 
     ref: Tensor
@@ -36,6 +37,7 @@ class Expected:
     loose: bool = False
     like: torch.dtype | None = None
     atol: float | None = None
+    eps: float | None = None
 
 
 class Family(Protocol):

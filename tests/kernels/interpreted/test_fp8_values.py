@@ -35,3 +35,12 @@ def test_as_by_torch(keys_last: bool, used: Tensor | None, left: int | None, rig
     out = torch.full((3, 48, want.shape[0]), 77, dtype=torch.uint8)
     lay_values(out, v, QUERIES, STARTS, used, left, right)
     assert want.any() and torch.equal(out.permute(2, 0, 1), want), drawing
+
+
+def test_windows_past_32_bits() -> None:
+    """Which hide what windows as long as any sequence do; the kernel has their sides in 32 bits."""
+    used = ints(4, 0, 100, 128, 362)
+    v = torch.randint(256, (700, 3, 48), dtype=torch.uint8)
+    for far, near in (((2**40 + 5, None), (None, None)), ((None, 2**40), (None, None)), ((None, -(2**40) + 7), (None, -1000))):
+        found = values_by_block(v, QUERIES, STARTS, used, *far)
+        assert torch.equal(found, values_by_block(v, QUERIES, STARTS, used, *near)), far

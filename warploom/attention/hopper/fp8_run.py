@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.attention.band import seen
+from warploom.attention.band import reach, seen
 from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
@@ -58,8 +58,8 @@ def refusal(args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | No
     )
 
 
-def _settled(flag: bool | int) -> bool:
-    """The flag as a number that a tracer has, by a branch, which bool() is not."""
+def _settled(flag: object) -> bool:
+    """A flag, or a number that a tracer has in its place, by a branch, which bool() is not."""
     settled = False
     if flag:
         settled = True
@@ -230,6 +230,7 @@ def values_by_block(v: Tensor, cu_q: Tensor, cu_k: Tensor, used: Tensor | None, 
     Zeros fill blocks up, and stand for what no query sees: a NaN there would not vanish against P = 0.
     """
     v = v.view(torch.uint8)
+    left, right = [side if side is None else reach(side) for side in (left, right)]
     shape = v.shape[1], v.shape[2], _blocks(v.shape[0], cu_k) * SCALED
     if v.is_cuda and max(v.stride()) < 2**31:
         from warploom.kernels.triton.fp8_values import lay_values
