@@ -60,6 +60,7 @@ def test_resources_and_machine_code(built: Built) -> None:
     # Both warpgroups have their S and two PVs in a pair of tiles, and one S and two PVs where the last tile has no other.
     assert len(re.findall("HGMMA.64x64x16", listing)) == 3 * HEAD_DIM // 16
     assert len(re.findall("HGMMA.64x256x16", listing)) == 6 * TILE // 16
+    assert listing.count("WARPGROUP.DEPBAR") < 16, "ptxas runs products one by one"
     assert facts["stack"] <= 32, "registers spill"
 
 

@@ -49,6 +49,7 @@ class Work(Fields):
     correction: Any
     row: Any  # the first of the two, in the block
     lane: Any
+    warp: Any  # of the warpgroup
     ends: Any  # of the sequence: the end of its keys, and of those that some row sees
     call: Any
     multiplier: Any
@@ -67,8 +68,8 @@ class LatentConsumers(LatentResults):
             cut = self.cut(call, place.batch)
             self.set_ends(work, cut)
             self.clear(work)
-            # Of a warp without rows nothing is kept or stored.
-            there = choose(place.row_block * ROWS + work.row // 16 * 16 < call.rows, 1, 0)
+            # Of a warp without rows nothing is kept or stored. A warp's number is uniform, or ptxas runs products one by one.
+            there = choose(place.row_block * ROWS + work.warp * 16 < call.rows, 1, 0)
             if self.has_splits(cut, place) > 0:
                 cute.arch.mbarrier_wait(shared.q_full, q_phase)
                 q_phase ^= 1
@@ -124,6 +125,7 @@ class LatentConsumers(LatentResults):
             correction=cute.make_rmem_tensor(2, Float32),
             row=thread // WARP * 16 + lane // 4,
             lane=lane,
+            warp=cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4,
             ends=cute.make_rmem_tensor(2, Int32),
             call=call,
             multiplier=multiplier,
