@@ -100,8 +100,10 @@ def _dct(n: int, device: torch.device) -> Tensor:
 
 def scales_of(x: Tensor) -> Tensor:
     """fp32 scale of each row of x (..., head_dim): its largest number becomes e4m3's. A row of zeros has 1."""
-    top = x.float().abs().amax(-1) / LARGEST
-    return torch.where(top == 0, 1.0, top)
+    top = x.float().abs().amax(-1)
+    # By a number in place of a tensor CUDA multiplies by the rounded reciprocal: a step off, which numbers at ties show.
+    found = top / top.new_full((), LARGEST)
+    return torch.where(found == 0, 1.0, found)
 
 
 def quantized(x: Tensor, scale: Tensor) -> Tensor:
