@@ -99,7 +99,7 @@ KINDS = {
     "relative": Kind(lambda s: (s[1], 2 * REACH + 1), Relative, _two_sided),
     "relative, one side": Kind(lambda s: (s[1], REACH + 1), lambda t: Relative(t, bidirectional=False), _one_sided),
     "relative, buckets": Kind(
-        lambda s: (1, 4), lambda t: Relative(t, buckets=SHARED), lambda leaf, d: _two_sided(leaf[:, SHARED], d)
+        lambda s: (1, 4), lambda t: Relative(t, buckets=SHARED.to(t.device)), lambda leaf, d: _two_sided(leaf[:, SHARED], d)
     ),
     "t5": Kind(lambda s: (s[1], 8), lambda t: Relative(t, 20, buckets="t5"), _t5(True)),
     "t5, one side": Kind(lambda s: (s[1], 8), lambda t: Relative(t, 20, buckets="t5", bidirectional=False), _t5(False)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -178,7 +179,7 @@ def test_who_asks_triton_for_launches_sees_them() -> None:
     from triton import knobs
 
     seen: list[Any] = []
-    function, draw = CALLS["delta"]
+    function, draw = partial(warploom.gated_delta_rule, backend="triton"), CALLS["delta"][1]
     assert run(function, draw) == 4
     knobs.runtime.launch_enter_hook.add(seen.append)
     try:
