@@ -30,6 +30,11 @@ def test_command_writes_rows_and_prints_a_table(tmp_path: Path, capsys: pytest.C
     for row in run["rows"]:
         ideal, one = row["contenders"]["ideal"], row["contenders"]["warploom"]
         assert one["of_ideal"] == pytest.approx(ideal["ms"] / one["ms"])
+    assert main(["bench", "report", str(out), "--docs", str(tmp_path / "docs")]) == 0
+    page = (tmp_path / "docs" / "performance.md").read_text()
+    section = page.partition("## Context parallel")[2]
+    assert "### Forward, 1 ranks" in section and section.count("Measured on 1 × CPU") == 2
+    assert section.count("| causal documents, 128 tokens a rank | ") == 2 and "| ideal |" in section
 
 
 def test_cases_are_listed_and_chosen(capsys: pytest.CaptureFixture) -> None:

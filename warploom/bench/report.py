@@ -77,7 +77,7 @@ NOTES = {
     "for them.",
 }
 # What tells the kinds of files that have a section.
-KINDS = ("roofs", "processor", "agree", "trials", "loss", "call")
+KINDS = ("roofs", "ranks", "processor", "agree", "trials", "loss", "call")
 # A part of another page that the report writes.
 PART = re.compile(r"(<!-- bench: (\w+), written by `warploom bench report` -->\n)(.*?)(<!-- bench: end -->)", re.DOTALL)
 
@@ -102,7 +102,7 @@ def write(files: Sequence[Path], docs: Path) -> list[Path]:
     runs = read(files)
     images: dict[str, str] = {}
     sections = [INTRODUCTION, *_summary(runs, images), *_devices(runs, images)]
-    sections += [*_training(runs, images), *_processors(runs, images), *_shared_memory(runs)]
+    sections += [*_ranks(runs), *_training(runs, images), *_processors(runs, images), *_shared_memory(runs)]
     if not any("roofs" in run and "CPU" not in run["device"] for run in runs.values()):
         sections.append("No run on a GPU is among the files.\n")
     (docs / "images").mkdir(parents=True, exist_ok=True)
@@ -213,6 +213,25 @@ def _measure(title: str, name: str, run: Run, rows: list[Row], images: dict[str,
     bars = BARS.get((suite, measure))
     if bars is not None:
         yield tables.asked(bars(rows))
+
+
+def _ranks(runs: Mapping[str, Run]) -> Iterator[str]:
+    """Runs of the distributed suite, a table a pass."""
+    found = {name: run for name, run in runs.items() if "ranks" in run}
+    if found:
+        yield "## Context parallel\n"
+        yield (
+            "A sequence over several devices, by each method of [`warploom.distributed`](distributed.md); "
+            '"warploom" is what it chooses. "ideal" is one device\'s own kernel over the whole sequence, its time divided by '
+            "the number of devices.\n"
+        )
+    for name, run in found.items():
+        for measure in PASSES:
+            rows = [row for row in run["rows"] if row["measure"] == measure]
+            if rows:
+                yield f"### {measure.capitalize()}, {run['ranks']} ranks\n"
+                yield tables.where(name, run)
+                yield tables.folded(tables.timed(rows, compared=True))
 
 
 def _training(runs: Mapping[str, Run], images: dict[str, str]) -> Iterator[str]:

@@ -85,7 +85,7 @@ def _on_ranks(options: argparse.Namespace) -> int:
     if options.out is not None and first:
         writable_file("--out", options.out)
     device = distributed.begin(options.device)
-    found: dict[str, Any] = {**environment(device), "rows": []}
+    found: dict[str, Any] = {**environment(device), "ranks": torch.distributed.get_world_size(), "rows": []}
     if first and not options.json:
         print(distributed.HEAD)
     for case in chosen:
