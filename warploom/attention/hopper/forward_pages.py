@@ -148,6 +148,8 @@ class PagedProducer(Producer):
         """
         cute.arch.mbarrier_wait(ring.empty + stage, phase)
         if unseen > 0:
+            # Not before the last such tile is there: a warp that is ahead would take the place of one that is behind.
+            cute.arch.mbarrier_wait(shared.v_landed, landed ^ 1)
             self.load_boxes(ring, part, n, page, slot, seqlen_k, stage, shared.v_landed)
             if part == 0:
                 cute.arch.mbarrier_wait(shared.v_landed, landed)
