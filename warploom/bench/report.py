@@ -68,7 +68,8 @@ NOTES = {
         "fp8",
         "forward",
     ): '"warploom" is of numbers that are in FP8 already, "warploom, quantised too" quantises them in the call. cuDNN\'s FP8 '
-    "call has one scale a tensor, and its result is in FP8 too.",
+    "call has one scale a tensor, and its result is in FP8 too. "
+    '"fast sums" are those of tensor cores alone, "packed" documents are packed sequences.',
     ("fp8", "quantising"): "q, k and v, read once and written once.",
     ("decode", "eager"): "Wall time of a call, of calls queued one behind the other.",
     ("decode", "graph, FP8 cache"): '"warploom" reads a cache of e4m3, the others the same keys and values in bf16.',

@@ -16,8 +16,8 @@ FLOOR = ("floor", "floor over ours")  # columns of rows that have one
 
 def where(name: str, run: Run) -> str:
     """Machine, day, tree, versions, roofs of the same run and the file in one line, as far as the file says."""
-    parts = [run.get("device") or f"{run['processor']}, {run['threads']} threads"]
-    parts[0] = f"{run['ranks']} × {parts[0]}" if "ranks" in run else parts[0]
+    device = run.get("device") or f"{run['processor']}, {run['threads']} threads"
+    parts = [f"{run['ranks']} × {device}" if "ranks" in run else device]
     parts += [str(run["date"])] if "date" in run else []
     parts += [f"commit {run['commit']}"] if run.get("commit") else []
     parts += [f"{version} {run[version]}" for version in ("torch", "triton", "cuda", "cudnn") if run.get(version)]

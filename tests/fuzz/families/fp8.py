@@ -331,7 +331,7 @@ def _unscaled(x: Tensor) -> tuple[Tensor, Tensor]:
 def _summed(q: Tensor, k: Tensor) -> Tensor:
     """Products of 32 numbers and the sum so far, each cut 13 bits behind the leading bit of the largest, added."""
     sums = torch.zeros((), dtype=torch.float64, device=q.device).expand(*q.shape[:-1], k.shape[-2])
-    for a, b in zip(q.double().split(SUMMED, -1), k.double().split(SUMMED, -1), strict=True):
+    for a, b in zip(q.split(SUMMED, -1), k.split(SUMMED, -1), strict=True):
         terms = torch.cat([a[..., :, None, :] * b[..., None, :, :], sums[..., None]], -1)
         largest = terms.abs().amax(-1, keepdim=True)
         unit = torch.exp2(torch.where(largest > 0, largest, 1.0).log2().floor() - 13)

@@ -48,7 +48,7 @@ def refusal(args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | No
             # Their values would be read beside others, and a NaN does not vanish against P = 0; TMA leaves out what is behind.
             return "has no FP8 kernel where a window hides the first keys from all queries"
     features = Features.of_args(args)
-    # A name is that of a module with False, not with 0 in its place.
+    # Flags alone, not numbers: a module's file is named by its config, in which False and 0 differ.
     rest = [
         _settled(value) if isinstance(features._field_defaults[name], bool) else value
         for name, value in zip(features._fields[3:], features[3:], strict=True)
