@@ -89,6 +89,8 @@ def expected(p: Any, leaf: Tensor, exact: Tensor, lows: list[Tensor]) -> Expecte
         return torch.autograd.grad(slope, one, full, retain_graph=True)[0] if full.numel() else torch.zeros_like(one)
 
     ref = summed(exact)
+    numbers = torch.arange(leaf.numel(), dtype=torch.float64, device=leaf.device).view(leaf.shape)
+    read = torch.where(slope == 0.0, 0.0, matrix(p, numbers) / slope.detach()).round().long()
     near = []
     for low in lows:
         error = low.double() - exact
@@ -97,10 +99,17 @@ def expected(p: Any, leaf: Tensor, exact: Tensor, lows: list[Tensor]) -> Expecte
             continue
         # Few elements sum many terms: those of a row err together by its out and lse, rows apart, all by the bias's rounding.
         squares = summed(slope.detach() * (2.0**-24 * exact).square()).abs() + summed(error).square()
-        for row in range(error.shape[2]):
-            alone = torch.zeros_like(error)
-            alone[:, :, row] = error[:, :, row]
-            squares = squares + summed(alone).square()
+        squares = squares + _squares_of_rows(error, slope.detach(), read, leaf.numel()).view(leaf.shape)
         near.append(ref + 1.5 * (squares + (torch.finfo(leaf.dtype).eps / 4 * ref).square()).sqrt())
     narrow = leaf.dtype if torch.finfo(leaf.dtype).eps > torch.finfo(DTYPES[p.dtype]).eps else None
     return Expected(ref, tuple(near), dtype=narrow, like=leaf.dtype)
+
+
+def _squares_of_rows(t: Tensor, slope: Tensor, read: Tensor, elements: int) -> Tensor:
+    """Of each of a leaf's elements the sum over rows of the square of what a row of scores t gives it; ``read``: which one."""
+    total = torch.zeros(elements, dtype=torch.float64, device=t.device)
+    for row in range(t.shape[2]):
+        at = slice(0, 1) if slope.shape[2] == 1 else slice(row, row + 1)
+        given = t[:, :, row : row + 1].sum_to_size(slope[:, :, at].shape) * slope[:, :, at]
+        total += torch.zeros_like(total).scatter_add_(0, read[:, :, at].flatten(), given.flatten()).square()
+    return total
