@@ -211,7 +211,8 @@ class Decode:
         x = x.float()
         if scale is None:
             top = x.abs().amax(-1)
-            scale = torch.where(top == 0, 1.0, top / 448)
+            # By a number in place of a tensor CUDA multiplies by the rounded reciprocal.
+            scale = torch.where(top == 0, 1.0, top / torch.full_like(top, 448.0))
         near = (x / scale[..., None]).clamp(-448.0, 448.0)
         # Four bits of a significand, and of what is below 2^-6 multiples of 2^-9; to the nearest, halves to even.
         step = torch.exp2(torch.floor(torch.log2(near.abs().clamp_min(2.0**-6))) - 3)
