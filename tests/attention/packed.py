@@ -166,7 +166,7 @@ class Packed:
                 dsinks.append(dsink)
             first_q, first_k = first_q + length, first_k + stored
         if self.sinks is not None:
-            found["dsink"] = torch.stack(dsinks).sum(0)
+            found["dsink"] = sum(dsinks, torch.zeros_like(self.sinks, dtype=torch.float64))
         return found
 
     def _sequence(self, n: int, rows: slice, cols: slice) -> tuple[Any, Tensor | None]:
