@@ -16,6 +16,7 @@ from warploom.attention.triton.bias import (
     Bias,
     bias_values,
     biased,
+    box_of,
     column_stride,
     far,
     holds_nan,
@@ -23,6 +24,7 @@ from warploom.attention.triton.bias import (
     probabilities,
     shown_only,
     store_gradient,
+    stored,
 )
 from warploom.attention.triton.device import (
     EDGE,
@@ -314,6 +316,7 @@ def dkdv_kernel(
     used_ptr,
     offset_ptr,
     bias_ptr,
+    bias_box,
     sums_ptr,
     stride_qb,
     stride_qs,
@@ -485,6 +488,7 @@ def dkdv_kernel(
             bias_values(bias_ptr, stride_ab, stride_ah, batch, head64, sequence < batches, BIAS, BIAS_UNIT),
             in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
             in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, 1 if SUMS else None,
+            box_of(bias_box, stride_ab, stride_ah, sequence, head),
         )  # fmt: skip
         block = Block(k, v, n0, cols, vectors, columns, band, offset, bias)
         sums = (dk, dv)
@@ -643,7 +647,9 @@ def dq_kernel(
     k_boxes,
     v_boxes,
     bias_ptr,
+    bias_box,
     dbias_ptr,
+    dbias_box,
     stride_qb,
     stride_qs,
     stride_qh,
@@ -701,6 +707,7 @@ def dq_kernel(
 ):
     """dQ of one tile of M queries of one head.
 
+    bias_box, dbias_box: descriptors of a bias and of its gradient, None where the copy engine cannot read it.
     dbias_ptr: where dscores go, in the bias's dtype and of its shape, (batch, heads, rows, keys); with SUMS their sums over
     keys, of a bias for all keys, or times -|p - j| of slopes: fp32 (batch, heads, seqlen_q) or (heads, total_q).
     """
@@ -742,13 +749,19 @@ def dq_kernel(
     softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
     dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)
     STORED: tl.constexpr = dbias_ptr is not None and not SUMS
-    gradient_row = in_elements(bias_columns, BIAS_UNIT)
-    gradient = shifted(dbias_ptr, (batch * heads + head64) * bias_rows * gradient_row) if STORED else None
+    BOXED: tl.constexpr = dbias_box is not None
+    gradient_row = None if BOXED else in_elements(bias_columns, BIAS_UNIT)
+    if BOXED:
+        gradient = (dbias_box, lengths.batch, head)
+    else:
+        first = (batch * heads + head64) * bias_rows * gradient_row if STORED else None
+        gradient = shifted(dbias_ptr, first) if STORED else None  # type: ignore[assignment]
     bias = Bias(
         1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
         bias_values(bias_ptr, stride_ab, stride_ah, batch, head64, lengths.batch < batches, BIAS, BIAS_UNIT),
         in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
         in_elements(bias_columns, BIAS_UNIT), bias_origin, gradient, gradient_row, 1 if SUMS else None,
+        box_of(bias_box, stride_ab, stride_ah, lengths.batch, head),
     )  # fmt: skip
     if SUMS:
         state = (tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32))  # type: ignore[assignment]
@@ -758,6 +771,8 @@ def dq_kernel(
     )
     if bias.hides is not None:  # noqa: SIM102 - known when compiling
         if holds_nan(found[0]):
+            if BOXED:
+                stored()
             found = attend(
                 _dq_step, state, queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT, WIDE, False, True,
                 False,

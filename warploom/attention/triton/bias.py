@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.numerics import LOG2E, clamp, in_log2, narrowed
+from warploom.kernels.triton.numerics import INTERPRETED, LOG2E, clamp, in_log2, narrowed
 
 
 class Bias(NamedTuple):
@@ -25,9 +25,10 @@ class Bias(NamedTuple):
     rows: Any  # how many there are; None: distances are read
     columns: Any  # likewise; a table's entries
     origin: Any  # added to distances
-    gradient: Any  # pointer to the first element, where tiles are stored
+    gradient: Any  # pointer to the first element, where tiles are stored, or a `box_of` the whole
     gradient_row: Any
     sums: Any  # a backward kernel's state has sums of rows, or of columns
+    box: Any  # how the copy engine reads a tensor's tiles: `box_of`
 
 
 @triton.jit
@@ -57,6 +58,30 @@ def column_stride(stride, UNIT: tl.constexpr):
     """`Bias.column`."""
     if stride is not None:
         return 1 if UNIT else stride
+
+
+@triton.jit
+def box_of(box, stride_b, stride_h, batch, head):
+    """`Bias.box` of a batch entry and head, int32: the descriptor, and where they are in it; None: no tiles are read so."""
+    if box is not None:
+        return box, tl.where(stride_b == 0, 0, batch), tl.where(stride_h == 0, 0, head)
+
+
+@triton.jit
+def _read(pointers):
+    """fp32 numbers of a table: into registers at once, where a load would be staged in shared memory, number by number."""
+    if INTERPRETED:
+        return tl.load(pointers)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def tile_of(box, r0, n0, M: tl.constexpr, N: tl.constexpr):
+    """A tile (M, N) from row r0 and column n0 on; zeros past the ends."""
+    return tl.reshape(box[0].load([box[1], box[2], tl.cast(r0, tl.int32), tl.cast(n0, tl.int32)]), (M, N))
 
 
 @triton.jit
@@ -91,10 +116,14 @@ def biased(s, bias, m0, n0, m, n, shift, offset):
     else:
         if bias.rows is None:
             entry = clamp(m + (m0 + (shift - n0) + bias.origin) - n, 0, bias.columns - 1)
-            b = tl.load(bias.first + entry)
+            b = _read(bias.first + entry)
         else:
             r0 = m0 if offset is None else m0 + offset
-            if bias.row is None and bias.column is None:
+            if bias.box is not None and n.shape[0] == 1:
+                b = tile_of(bias.box, r0, n0, m.shape[0], n.shape[1])
+            elif bias.box is not None:
+                b = tl.trans(tile_of(bias.box, r0, n0, m.shape[1], n.shape[0]))
+            elif bias.row is None and bias.column is None:
                 b = tl.load(bias.first)
             elif bias.row is None:
                 at = bias.first + tl.cast(n0, tl.int64) * bias.column
@@ -107,7 +136,23 @@ def biased(s, bias, m0, n0, m, n, shift, offset):
                 inside = (m < bias.rows - r0) & (n < bias.columns - n0)
                 b = tl.load(at + (m * bias.row + n * bias.column), mask=inside, other=0.0)
             b = narrowed(b)
-        return tl.where(b == float("-inf"), float("-inf"), s + in_log2(b))
+        return added(s, b)
+
+
+@triton.jit
+def stored():
+    """Wait for the tiles that the copy engine has been given: it keeps no order between those of one place."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1
+        )
+        tl.debug_barrier()
+
+
+@triton.jit
+def added(s, b):
+    """Scores in log2 units and a tile of a bias in fp32; -inf where that is -inf."""
+    return tl.where(b == float("-inf"), float("-inf"), s + in_log2(b))
 
 
 @triton.jit
@@ -123,6 +168,11 @@ def probabilities(s, lse2, bias):
 def store_gradient(ds, bias, m0, n0, m, n, offset):
     """A tile's gradient in the bias's dtype; its elements past the sequence's end are zeros, those past the bias's are none."""
     r0 = m0 if offset is None else m0 + offset
-    at = bias.gradient + tl.cast(r0, tl.int64) * bias.gradient_row + tl.cast(n0, tl.int64)
-    inside = (m < bias.rows - r0) & (n < bias.columns - n0)
-    tl.store(at + (m * bias.gradient_row + n), ds.to(bias.gradient.dtype.element_ty), mask=inside)
+    if bias.gradient_row is None:
+        to, batch, head = bias.gradient
+        tile = tl.reshape(ds.to(to.dtype), (1, 1, ds.shape[0], ds.shape[1]))
+        to.store([batch, head, tl.cast(r0, tl.int32), tl.cast(n0, tl.int32)], tile)
+    else:
+        at = bias.gradient + tl.cast(r0, tl.int64) * bias.gradient_row + tl.cast(n0, tl.int64)
+        inside = (m < bias.rows - r0) & (n < bias.columns - n0)
+        tl.store(at + (m * bias.gradient_row + n), ds.to(bias.gradient.dtype.element_ty), mask=inside)

@@ -11,11 +11,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.attention.triton.bias import Bias, bias_values, biased, column_stride, in_elements, probabilities
+from warploom.attention.triton.bias import (
+    Bias,
+    added,
+    bias_values,
+    biased,
+    box_of,
+    column_stride,
+    in_elements,
+    probabilities,
+    tile_of,
+)
 from warploom.attention.triton.device import (
     Dropout,
     Lengths,
     Softmax,
+    band_columns,
     kept,
     load_rows,
     score_factor,
@@ -25,7 +36,7 @@ from warploom.attention.triton.device import (
     visible,
 )
 from warploom.kernels.triton.columns import Band, Columns, load_columns, load_offset, of_chunk, shifted
-from warploom.kernels.triton.numerics import clamp, dot
+from warploom.kernels.triton.numerics import clamp, dot, narrowed
 from warploom.kernels.triton.packed import span
 
 # Where no histogram lies.
@@ -49,6 +60,8 @@ def bias_gradient_kernel(
     dout_ptr,
     rows_ptr,
     bias_ptr,
+    bias_box,
+    to_box,
     to_ptr,
     places_ptr,
     lts_ptr,
@@ -115,11 +128,13 @@ def bias_gradient_kernel(
 ):
     """The sum of dscores over the tiles that a program owns.
 
-    Of tensors to_ptr is the gradient, (batch|1, heads|1, rows, keys) in the dtype of the bias; `batch_steps`, `head_steps` say
-    how many batch entries and heads share an element. Of distances it is fp32 (heads, slots, 2 N + 2): a histogram over the
+    Of tensors to_ptr is the gradient, (batch|1, heads|1, rows, keys) in the dtype of the bias, and bias_box and to_box are
+    descriptors of both, None where the copy engine cannot read it; `batch_steps`, `head_steps` say how many batch entries and
+    heads share an element. Of distances it is fp32 (heads, slots, 2 N + 2): a histogram over the
     2 N - 1 distances of a diagonal of tiles, then what lies before and behind the table's entries. Histograms begin at entry
     places_ptr[slot], int32, which may lie outside of the table.
     """
+    tl.static_assert(BIAS != "distance" or M == N)
     pid = tl.program_id(0)
     if BIAS == "distance":
         slot = pid % slots
@@ -145,6 +160,13 @@ def bias_gradient_kernel(
         bias_heads = heads // head_steps
         first_batch, first_head = shared // bias_heads, shared % bias_heads
         steps = batch_steps * head_steps
+    # Where every batch entry hides the same elements, a tile that is hidden has no steps; elsewhere each step looks.
+    ALIKE: tl.constexpr = (
+        BIAS != "distance" and lts_ptr is None and ute_ptr is None and cu_q_ptr is None and offset_ptr is None
+    )
+    if ALIKE:
+        shown = band_columns(r0, r0 + M, seqlen_k - seqlen_q, Band(left, right), seqlen_k)
+        steps = tl.where((n0 < shown[1]) & (n0 + N > shown[0]) & (r0 < seqlen_q), steps, 0)
     total = tl.zeros([M, N], tl.float32)
     m, n = tl.arange(0, M), tl.arange(0, N)
     if WIDE:
@@ -154,6 +176,10 @@ def bias_gradient_kernel(
     live_v = None if DIM_V == DV else dims_v < DIM_V
     band = Band(left, right)
     softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
+    if bias_box is not None:
+        # What shares an element of the gradient shares the bias.
+        box = box_of(bias_box, stride_ab, stride_ah, first_batch, first_head)
+        given = narrowed(tile_of(box, r0, n0, M, N))
     for step in range(steps):
         if BIAS == "distance":
             batch, head = first_batch, first_head
@@ -179,7 +205,11 @@ def bias_gradient_kernel(
         lts, lte, uts, ute = of_chunk(vectors, columns, offset, lengths.q)
         vectors = (lts[None, :], lte[None, :], uts[None, :], ute[None, :])
         seen = visible(rows[:, None], cols[None, :], vectors, columns, band, shift, lengths.k) & inside[:, None]
-        if tl.max(tl.max(seen.to(tl.int32), 1), 0) != 0:
+        if ALIKE:
+            shows = True
+        else:
+            shows = tl.max(tl.max(seen.to(tl.int32), 1), 0) != 0
+        if shows:
             row, column = (lengths.first_q + rows).to(tl.int64), (lengths.first_k + cols).to(tl.int64)
             q_at = q_ptr + (batch64 * stride_qb + head64 * stride_qh) * UNIT
             g_at = dout_ptr + (batch64 * stride_gb + head64 * stride_gh) * UNIT
@@ -195,9 +225,12 @@ def bias_gradient_kernel(
                 1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
                 bias_values(bias_ptr, stride_ab, stride_ah, batch64, head64, batch < batches, BIAS, BIAS_UNIT),
                 in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
-                in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None,
+                in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None, None,
             )  # fmt: skip
-            s = biased(s * score_factor(softmax), bias, m0, n0, m[:, None], n[None, :], shift, offset)
+            if bias_box is None:
+                s = biased(s * score_factor(softmax), bias, m0, n0, m[:, None], n[None, :], shift, offset)
+            else:
+                s = added(s * score_factor(softmax), given)
             s = tl.where(seen, s, float("-inf"))
             first_tile = 0 if cu_q_ptr is None else lengths.first_q // ROW_TILE + batch
             tile_at = ((batch64 if cu_q_ptr is None else 0) * heads + head64) * row_tiles + first_tile
@@ -221,6 +254,9 @@ def bias_gradient_kernel(
             tl.store(to + tl.arange(0, 2 * N), histogram)
             tl.store(to + 2 * N, tl.sum(tl.where(entry < 0, histogram, 0.0), 0))
             tl.store(to + (2 * N + 1), tl.sum(tl.where(entry >= bias_columns, histogram, 0.0), 0))
+    elif to_box is not None:
+        tile = tl.reshape(total.to(to_box.dtype), (1, 1, M, N))
+        to_box.store([first_batch, first_head, r0, n0], tile)
     else:
         width = in_elements(bias_columns, BIAS_UNIT)
         to = to_ptr + ((tl.cast(shared, tl.int64) * bias_rows + r0) * width + n0)

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from warploom.attention.triton.bias_gradient import bias_gradient_kernel, bias_sums_kernel, distance_sums_kernel
 from warploom.attention.triton.call import Call, Variant, dims
@@ -51,6 +52,13 @@ class BiasGradient:
         elif self._way == "columns":
             self.of_columns = bias.new_empty((*sequences, call.heads, call.seqlen_k), dtype=torch.float32)
 
+    def box(self, tiling: Tiling) -> TensorDescriptor | None:
+        """How the copy engine writes a tile of the gradient; None where it cannot, or where no tiles are written."""
+        assert self._call.variant.bias is not None
+        if self._way not in ("tiles", "tensor") or not self._call.variant.bias.boxes or self.result is None:
+            return None
+        return TensorDescriptor.from_tensor(self.result, [1, 1, tiling.m, tiling.n])
+
     def finish(
         self,
         tensors: tuple[Tensor, Tensor, Tensor, Tensor],
@@ -91,7 +99,7 @@ class BiasGradient:
         call, result = self._call, self.result
         assert result is not None
         distance = self._way == "distance"
-        tiling = call.config.dbias
+        tiling = call.config.dtable if distance else call.config.dbias
         slots, places, to = 0, None, result
         seqlen_q, seqlen_k = (call.seqlen_q, call.seqlen_k) if distance else result.shape[2:]
         tiles_q, tiles_k = -(-seqlen_q // tiling.m), -(-seqlen_k // tiling.n)
@@ -107,12 +115,23 @@ class BiasGradient:
             programs = tiles_q * tiles_k * result.shape[0] * result.shape[1]
         numbers = (call.batches, slots, tiles_q, tiles_k, *steps, row_tiles, *call.lengths, *call.mask, *call.bias)
         launch = _gradient_launch(call.variant, tiling, call.config.dkdv.m)
-        launch((programs, 1), *tensors, self._bias, to, places, *behind, *call.strides, *call.mask_strides, *numbers)
+        boxes = (None, None) if distance else (bias_box(self._bias, tiling, call.variant), self.box(tiling))
+        launch((programs, 1), *tensors, self._bias, *boxes, to, places, *behind, *call.strides, *call.mask_strides, *numbers)
         if distance:
             heads, entries = result.shape
             blocks = -(-entries // _BLOCK)
             launch = _distance_launch(call.variant, tiling.n)
             launch((blocks * heads, 1), to, places, result, slots, entries, blocks)
+
+
+def bias_box(bias: Tensor, tiling: Tiling, variant: Variant) -> TensorDescriptor | None:
+    """How the copy engine reads a tile of a bias, of what batch entries or heads share one; None where it cannot."""
+    if variant.bias is None or not variant.bias.boxes:
+        return None
+    shape = [1 if stride == 0 else n for n, stride in zip(bias.shape, bias.stride(), strict=True)]
+    # Of a dimension of size 1 any stride will do, but for the copy engine's own bounds.
+    strides = [bias.stride(2) if n == 1 else stride for n, stride in zip(shape, bias.stride(), strict=True)]
+    return TensorDescriptor(bias, shape, [*strides[:3], 1], [1, 1, tiling.m, tiling.n])
 
 
 @cache

@@ -35,6 +35,7 @@ class BiasVariant(NamedTuple):
     rows: bool  # differ from each other
     columns: bool
     gradient: str  # "" (none), "tiles" or "rows" of dQ's kernel, "columns" of dK/dV's; "tensor", "distance": of its own
+    boxes: bool = False  # the copy engine reads tiles of a tensor
 
 
 class Variant(NamedTuple):
@@ -121,7 +122,7 @@ class Call:
         else:  # where the band lies, only the device knows
             boxes = boxes and left is None and right is None
         boxes = boxes and all([min(t.shape) > 0 and min(t.stride()) > 0 for t in inputs])
-        tiling = config(features, capability(q.device), boxes)
+        tiling = config(features, capability(q.device), boxes, bias is not None and bias.boxes)
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
         wide = is_wide(args, inputs, longest)
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
@@ -251,7 +252,8 @@ def _bias(args: AttentionArgs, batches: int) -> tuple[BiasVariant | None, tuple[
         gradient = "tiles"
     step = max(unit, 1)
     numbers = (batch // step, head // step, row // step if row else None, column or None, rows, columns // step, None)
-    return BiasVariant(kind, bias.dtype, unit, row != 0, column != 0, gradient), numbers
+    boxes = unit == UNIT and row != 0 and bias.numel() > 0 and bias.element_size() <= 4 and capability(args.q.device) >= 90
+    return BiasVariant(kind, bias.dtype, unit, row != 0, column != 0, gradient, boxes), numbers
 
 
 def _scale_strides(scale: Tensor | None) -> tuple[int | None, int | None, int | None]:

@@ -31,8 +31,10 @@ class Config:
     dq: Tiling
     # Which of dK and dV a launch computes: both where the accumulators fit in registers, else one after the other.
     dkdv_parts: tuple[str, ...] = ("kv",)
-    # Sums dscores of a bias that the others do not: square, as tiles of one diagonal are added. Compiled, not timed.
+    # They sum dscores of a bias that the others do not: of a tensor whose elements are shared, and by distance, where tiles of
+    # one diagonal are added, so that they are square. Compiled, not timed, where nothing is said.
     dbias: Tiling = Tiling(32, 32, 4, 1)
+    dtable: Tiling = Tiling(32, 32, 4, 1)
 
 
 # Measured on an H200, bf16, 2 × 8k tokens, 2048 channels, causal, ms; the runner-up follows each.
@@ -94,13 +96,47 @@ _BOXES_COLUMNS = {
 }
 
 
-# With a bias that is read from memory, whose addresses and values want as many registers as scores do. Compiled, not timed: of
-# the tiles tried, those that leave the fewest registers on the stack (full and causal, bf16 and fp32 biases of bf16 calls).
-_BIASED = {
-    64: Config(Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2), dbias=Tiling(64, 64, 8, 2)),
-    128: Config(Tiling(128, 32, 8, 2), Tiling(64, 64, 8, 2), Tiling(64, 64, 8, 2), dbias=Tiling(64, 64, 8, 2)),
-    256: Config(Tiling(64, 32, 8, 2), Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2), ("v", "k"), Tiling(32, 32, 8, 2)),
+# With a bias beside a column mask or dropout, whose addresses and values want as many registers as scores do. Compiled,
+# not timed: of the tiles tried, those that leave the fewest registers on the stack (full and causal, bf16 and fp32 biases).
+_SQUARE, _SMALL = Tiling(64, 64, 8, 2), Tiling(32, 32, 8, 2)
+_CROWDED = {
+    64: Config(Tiling(128, 32, 8, 2), _SQUARE, _SQUARE, dbias=_SQUARE, dtable=_SQUARE),
+    128: Config(Tiling(128, 32, 8, 2), _SQUARE, _SQUARE, dbias=_SQUARE, dtable=_SQUARE),
+    256: Config(Tiling(64, 32, 8, 2), Tiling(32, 64, 8, 2), Tiling(64, 32, 8, 2), ("v", "k"), dbias=_SMALL, dtable=_SMALL),
 }
+# With a bias that is read from memory, element by element: its layout becomes that of the scores, and rows are summed across
+# warps. Measured on an H200, 16 heads of 4,096 tokens, a matrix a head, ms of one batch entry, then of four that share it.
+_BIASED = {
+    # Forward 0.62, 2.45; dK/dV 0.81, 3.18; dQ 1.09, 3.18; the gradient of all four 4.12.
+    64: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 32, 4, 2), dbias=Tiling(64, 128, 8, 2)),
+    # Forward 1.50, 6.00; dK/dV 1.27, 5.00; dQ 1.19, 3.29; the gradient 4.79.
+    128: Config(Tiling(64, 32, 4, 2), Tiling(32, 64, 4, 2), Tiling(128, 64, 8, 2), dbias=Tiling(128, 64, 8, 2)),
+    256: _CROWDED[256],
+}
+# With a table of distances, which is read into registers at once. Measured on an H200, T5's buckets of 2 × 8,192 tokens, 2,048
+# channels, not causal, ms; before, through shared memory, at the tiles above.
+_DISTANCES = {
+    # Forward 4.7 against 28.2; dK/dV 6.8 against 35.5; dQ 5.4 against 30.9; the gradient 12.4 against 20.6.
+    64: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3), dtable=Tiling(64, 64, 4, 1)),
+    # Forward 3.2 against 15.1; dK/dV 5.2 against 21.6; dQ 3.5 against 17.8; the gradient 8.0 against 12.8.
+    128: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3), dtable=Tiling(64, 64, 4, 1)),
+    256: _CROWDED[256],
+}
+# Where the copy engine brings a tensor's tiles; likewise.
+_BIASED_BOXES = {
+    # Forward 0.26, 0.95 (0.26, 1.01 at 128×64 without boxes of keys); dK/dV 0.47, 1.81; dQ 0.42, 1.43; the gradient 1.94.
+    64: Config(
+        Tiling(64, 64, 4, 3, boxes=True), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3, boxes=True),
+        dbias=Tiling(64, 64, 4, 3),
+    ),
+    # Forward 0.38, 1.48 (0.45, 1.79 without boxes of keys); dK/dV 0.68, 2.66; dQ 0.61, 2.02, and 0.57, 1.85 at 128×64 in three
+    # stages, which ask for 257 of 227 KiB where the bias is fp32; the gradient 2.83.
+    128: Config(
+        Tiling(128, 64, 8, 3, boxes=True), Tiling(64, 64, 4, 2, boxes=True), Tiling(64, 64, 4, 2, boxes=True),
+        dbias=Tiling(128, 64, 8, 2),
+    ),
+    256: _CROWDED[256],
+}  # fmt: skip
 
 
 # Over FP8 pages, whose tiles are widened in registers. Compiled, not timed: of the tiles tried, those that leave no register on
@@ -123,18 +159,23 @@ def stats_tiling(features: Features) -> Tiling:
 
 
 @cache
-def config(features: Features, capability: int, boxes: bool) -> Config:
+def config(features: Features, capability: int, boxes: bool, bias_boxes: bool = False) -> Config:
     """The variant for a call's dtype, the wider of its head dims, its mask and a compute capability (90 for Hopper).
 
-    `boxes`: tensor descriptors can say all that the kernels read. They can of dense calls alone: no matter to a batch-invariant
-    one, whose tiles are those of packed calls.
+    `boxes`: tensor descriptors can say all that the kernels read of queries, keys and values. They can of dense calls alone: no
+    matter to a batch-invariant one, whose tiles are those of packed calls. `bias_boxes`: likewise of a bias.
     """
     width = next(w for w in (64, 128, 256) if max(features.head_dim, features.head_dim_v) <= w)
     if features.bias in ("tensor", "distance"):
         if features.dtype != torch.float32 and 90 <= capability < 120:
-            return _BIASED[width]
+            if features.columns or features.dropout:
+                return _CROWDED[width]
+            if features.bias == "distance":
+                return _DISTANCES[width]
+            found = (_BIASED_BOXES if bias_boxes else _BIASED)[width]
+            return found if boxes and not features.batch_invariant else _by_pointers(found)
         if features.dtype == torch.float32:
-            return replace(_unstaged(_FLOAT32[width]), dbias=Tiling(16, 16, 4, 1))
+            return replace(_unstaged(_FLOAT32[width]), dbias=Tiling(16, 16, 4, 1), dtable=Tiling(16, 16, 4, 1))
         return _unstaged(_AMPERE[width])
     if features.dtype == torch.float32:
         return _FLOAT32[width]
@@ -151,6 +192,12 @@ def config(features: Features, capability: int, boxes: bool) -> Config:
         # Random words change their layout through shared memory: with three stages dK asks for 228.5 of 227 KiB.
         found = replace(found, dkdv=replace(found.dkdv, stages=2))
     return found
+
+
+def _by_pointers(found: Config) -> Config:
+    """The same without boxes of queries, keys and values."""
+    names = ("forward", "dkdv", "dq")
+    return replace(found, **{name: replace(getattr(found, name), boxes=False) for name in names})
 
 
 def _unstaged(found: Config) -> Config:

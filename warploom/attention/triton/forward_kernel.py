@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.attention.triton.bias import Bias, bias_values, biased, column_stride, holds_nan, in_elements, shown_only
+from warploom.attention.triton.bias import Bias, bias_values, biased, box_of, column_stride, holds_nan, in_elements, shown_only
 from warploom.attention.triton.device import (
     EDGE,
     FULL,
@@ -123,6 +123,7 @@ def forward_kernel(
     k_boxes,
     v_boxes,
     bias_ptr,
+    bias_box,
     k_scale_ptr,
     v_scale_ptr,
     stride_qb,
@@ -234,6 +235,7 @@ def forward_kernel(
         bias_values(bias_ptr, stride_ab, stride_ah, batch, tl.cast(head, tl.int64), lengths.batch < batches, BIAS, BIAS_UNIT),
         in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
         in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None,
+        box_of(bias_box, stride_ab, stride_ah, lengths.batch, head),
     )  # fmt: skip
     acc, total, top = attend(
         _step, state, queries, lengths, k, v, mask, held, softmax, dropout, bias, group, N, UNIT, WIDE, True, False,

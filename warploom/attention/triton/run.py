@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from warploom.attention.problem import AttentionArgs, Kind
 from warploom.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel
-from warploom.attention.triton.bias_sums import BiasGradient
+from warploom.attention.triton.bias_sums import BiasGradient, bias_box
 from warploom.attention.triton.call import Call, Variant, contiguous_strides, dims, lse_strides, read_bounds, strides_in
 from warploom.attention.triton.config import Tiling
 from warploom.attention.triton.forward_kernel import forward_kernel
@@ -57,7 +57,7 @@ def _forward(args: AttentionArgs, call: Call) -> Callable[..., tuple[Tensor, Ten
         lse_shape = (q.shape[0], q.shape[2], q.shape[1])
     like_out, like_lse = like(shape, q.dtype, q.device), like(lse_shape, torch.float32, q.device)
     tiles, batches = call.tiles(call.seqlen_q, tiling.m)
-    boxes = _key_boxes(args.k, args.v, tiling, call.variant)
+    boxes, bias_box = _key_boxes(args.k, args.v, tiling, call.variant), _bias_box(args.bias, tiling, call.variant)
     launch = _forward_launch(call.variant, tiling).kept(
         (tiles * batches * call.heads, 1),
         (
@@ -74,7 +74,8 @@ def _forward(args: AttentionArgs, call: Call) -> Callable[..., tuple[Tensor, Ten
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         with on_device(q):
-            launch(q, k, v, out, lse, *mask, sink, seed, *sequences, table, *_moved(boxes, (k, v)), bias, *scales)
+            boxed = (*_moved(boxes, (k, v)), bias, *_moved((bias_box,), (bias,)))
+            launch(q, k, v, out, lse, *mask, sink, seed, *sequences, table, *boxed, *scales)
         return out, lse
 
     return run
@@ -147,10 +148,10 @@ def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tu
                 *(call.batches, tiles, row_tiles, *call.lengths, *call.mask, *call.bias),
             ),
         )
-        dkdv_launches.append((launch, boxes, "k" in part))
+        dkdv_launches.append((launch, boxes, _bias_box(args.bias, tiling, variant), "k" in part))
     tiling = call.config.dq
     tiles, batches = call.tiles(call.seqlen_q, tiling.m)
-    key_boxes = _key_boxes(k, v, tiling, variant)
+    key_boxes, dq_bias_box = _key_boxes(k, v, tiling, variant), _bias_box(args.bias, tiling, variant)
     dq_launch = _dq_launch(variant, tiling, row_tile).kept(
         (tiles * batches * call.heads, 1),
         (
@@ -170,10 +171,13 @@ def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tu
         of_columns, of_rows = (None, None) if gradient is None else (gradient.of_columns, gradient.of_rows)
         with on_device(q):
             rows_launch(out, dout, lse, dlse, rows, edges, sequences[0], q, sink)
-            for launch, boxes, with_dk in dkdv_launches:
+            for launch, boxes, bias_box, with_dk in dkdv_launches:
                 q_rows, dout_rows = (q, dout) if boxes[0] is None else _moved(boxes, (q, dout))
-                launch(q_rows, k, v, dout_rows, rows, edges, dk, dv, *behind, bias, of_columns if with_dk else None)
-            dq_launch(q, k, v, dout, rows, dq, *behind, *_moved(key_boxes, (k, v)), bias, of_rows)
+                biases = bias, *_moved((bias_box,), (bias,)), of_columns if with_dk else None
+                launch(q_rows, k, v, dout_rows, rows, edges, dk, dv, *behind, *biases)
+            box = None if of_rows is None or gradient is None else gradient.box(call.config.dq)
+            biases = bias, *_moved((dq_bias_box,), (bias,)), None if box is not None else of_rows, box
+            dq_launch(q, k, v, dout, rows, dq, *behind, *_moved(key_boxes, (k, v)), *biases)
             if gradient is not None:
                 gradient.finish((q, k, v, dout), rows, row_tiles, mask[:4], seed, sequences)
         found = (dq, dk, dv, _dsink(q, sink, dout, dlse, out, lse))
@@ -199,15 +203,17 @@ def _parted(
 
 
 def _moved(
-    boxes: tuple[TensorDescriptor | None, TensorDescriptor | None], bases: tuple[Tensor, Tensor]
-) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    boxes: Sequence[TensorDescriptor | None], bases: Sequence[Tensor | None]
+) -> tuple[TensorDescriptor | None, ...]:
     """The same boxes of other tensors of the same shapes and strides; a new descriptor would look at all of it again."""
     if boxes[0] is None:
-        return boxes
-    first, second = object.__new__(TensorDescriptor), object.__new__(TensorDescriptor)
-    first.__dict__.update(boxes[0].__dict__, base=bases[0])
-    second.__dict__.update(boxes[1].__dict__, base=bases[1])
-    return first, second
+        return tuple(boxes)
+    found = []
+    for box, base in zip(boxes, bases, strict=True):
+        moved = object.__new__(TensorDescriptor)
+        moved.__dict__.update(box.__dict__, base=base)
+        found.append(moved)
+    return tuple(found)
 
 
 def _box_pair(t: Tensor, t_v: Tensor, rows: int, variant: Variant) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -225,8 +231,15 @@ def _box_pair(t: Tensor, t_v: Tensor, rows: int, variant: Variant) -> tuple[Tens
     return first, second
 
 
-def _key_boxes(
-    k: Tensor, v: Tensor, tiling: Tiling, variant: Variant
+def _bias_box(bias: Tensor | None, tiling: Tiling, variant: Variant) -> TensorDescriptor | None:
+    """`bias_box` without its tensor, which it would keep alive."""
+    found = None if bias is None else bias_box(bias, tiling, variant)
+    if found is not None:
+        found.base = None
+    return found
+
+
+def _key_boxes(    k: Tensor, v: Tensor, tiling: Tiling, variant: Variant
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     return _box_pair(k, v, tiling.n, variant) if tiling.boxes else (None, None)
 

@@ -202,7 +202,7 @@ def stats_kernel(
         1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
         bias_values(bias_ptr, stride_ab, stride_ah, batch, head64, sequence < batches, BIAS, BIAS_UNIT),
         in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
-        in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None,
+        in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None, None,
     )  # fmt: skip
     block = Block(
         k, n0, cols, (lts[:, None], lte[:, None], uts[:, None], ute[:, None]), columns, band, lengths, softmax, bias,
