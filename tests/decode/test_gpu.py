@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.decode import fp8_checks
 from tests.decode.cases import BROAD, CASES, DEEP, case
 from tests.decode.fp8_case import Fp8Case, check_fp8
 from tests.decode.harness import Case, check, check_bits
@@ -61,9 +63,33 @@ def test_fp8_caches(dims: tuple[int, int], dtype: torch.dtype, page_size: int | 
         check_fp8(Fp8Case(random.randrange(2**31), [1300, 77], granularity=granularity, **shape), "triton")
 
 
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs e4m3 in hardware")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("check", fp8_checks.CHECKS, ids=lambda check: check.__name__)
+def test_numbers_and_scales(check: Callable[[torch.dtype, str], None], dtype: torch.dtype) -> None:
+    check(dtype, "cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs e4m3 in hardware")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (64, 24), (128, 128), (256, 72)], ids=str)
+@pytest.mark.parametrize("granularity,paged,slots", [("token", False, False), ("token", True, False), ("head", True, True)])
+def test_quantizing_append(granularity: str, paged: bool, slots: bool, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    fp8_checks.quantizing_append("cuda", dtype, dims, granularity, paged, slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+def test_rotated_queries(dim: int, dtype: torch.dtype) -> None:
+    fp8_checks.rotated_rows("cuda", dtype, dim)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_fp8_scales_a_token(page_size: int | None) -> None:
-    shape: dict[str, Any] = {"head_dim": 64, "page_size": page_size, "heads_q": 6, "heads_kv": 2, "device": "cuda"}
+def test_fp8_scales_a_token(page_size: int | None, dim: int, dtype: torch.dtype) -> None:
+    shape: dict[str, Any] = {"head_dim": dim, "page_size": page_size, "dtype": dtype, "device": "cuda"}
+    shape |= {"heads_q": 6, "heads_kv": 2}
     check_fp8(Fp8Case(random.randrange(2**31), [1300, 77], granularity="token", **shape), "triton")
 
 

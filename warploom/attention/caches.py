@@ -10,8 +10,9 @@ from torch import Tensor
 from warploom.attention.arguments import varlen_args
 from warploom.attention.problem import AttentionArgs
 from warploom.fp8 import Fp8Tensor, refuse_gradients
-from warploom.kernels.e4m3 import E4M3, rotate
+from warploom.kernels.e4m3 import E4M3
 from warploom.kernels.pages import PagedCache
+from warploom.kernels.rotation import rotated_like
 from warploom.runtime import arguments
 
 # What a call of pages has besides k, and a cache has of its own.
@@ -47,7 +48,7 @@ def cache_args(q: Any, cache: PagedCache, *packed: Any, **keywords: Any) -> Atte
     args = varlen_args(q, k, v, starts, **pages, **given)
     refuse_gradients(q=args.q, sink=args.sink, bias=args.bias, k=cache.k_pages, v=cache.v_pages)
     if cache.hadamard_seed is not None:
-        args = args._replace(q=rotate(args.q, cache.hadamard_seed).to(args.q.dtype))
+        args = args._replace(q=rotated_like(args.q, cache.hadamard_seed))
     return args._replace(k=cache.k_pages, v=cache.v_pages, k_scale=cache.k_scale, v_scale=cache.v_scale)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from warploom.decode.problem import AppendArgs
+from warploom.decode.problem import AppendArgs, AppendFp8Args
 from warploom.runtime.backend import Backend
 
 
@@ -16,4 +16,13 @@ class DecodeBackend(Backend):
     def append(self, args: AppendArgs) -> None:
         """Write new keys and values into a cache, in place."""
         refused = f"{self.name} appends no tokens"
+        raise NotImplementedError(refused)
+
+    def quantizes(self, args: AppendFp8Args) -> bool:
+        """Whether ``append_fp8`` takes the call; where no backend does, torch ops rotate, scale and round."""
+        return False
+
+    def append_fp8(self, args: AppendFp8Args) -> None:
+        """Write new keys and values into an FP8 cache, in place."""
+        refused = f"{self.name} quantises no tokens"
         raise NotImplementedError(refused)

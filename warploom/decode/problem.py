@@ -88,6 +88,22 @@ class AppendArgs(NamedTuple):
     advance: bool = True
 
 
+class AppendFp8Args(NamedTuple):
+    """New keys and values (batch, T, heads_kv, ·) for an FP8 cache, given as bytes, and its scales; ``seed`` rotates keys."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+    lengths: Tensor
+    block_table: Tensor | None
+    slot_mapping: Tensor | None
+    k: Tensor
+    v: Tensor
+    seed: int | None
+    advance: bool = True
+
+
 @dataclass(frozen=True)
 class DecodeProblem:
     """Everything dispatch may look at: shapes, dtypes and features, never tensor contents."""

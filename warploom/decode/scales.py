@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from warploom.decode.contents import check_append
-from warploom.decode.ops import append_op
+from warploom.decode.ops import append_fp8_op
 from warploom.decode.problem import AppendArgs
-from warploom.kernels.e4m3 import E4M3, quantized, rotate, scales_of
+from warploom.kernels.e4m3 import E4M3
 from warploom.runtime import arguments
 
 Granularity = Literal["tensor", "head", "token"]
@@ -46,23 +46,19 @@ def check_scales(k_name: str, k: Tensor, k_scale: Any, v_scale: Any, hadamard_se
 
 
 def scale_memory(k: Tensor, granularity: Any) -> tuple[Tensor, Tensor]:
-    """Scales of a new cache, all 1."""
+    """Scales of a new cache, all 1. Those of a head lie side by side: a program reads one head's keys."""
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of 'tensor', 'head', 'token', got {granularity!r}")
-    shape = {"tensor": (1,), "head": (k.shape[2],), "token": tuple(k.shape[:3])}[granularity]
+    if granularity == "token":
+        pages, page_size, heads = k.shape[:3]
+        k_scale, v_scale = (torch.ones((pages, heads, page_size), device=k.device).transpose(1, 2) for _ in range(2))
+        return k_scale, v_scale
+    shape = (1,) if granularity == "tensor" else (k.shape[2],)
     return torch.ones(shape, device=k.device), torch.ones(shape, device=k.device)
 
 
 def append_quantized(args: AppendArgs, k_scale: Tensor, v_scale: Tensor, hadamard_seed: int | None) -> None:
-    """An append to an FP8 cache: keys are rotated; a scale a token is made here, others are taken as they are."""
+    """An append to an FP8 cache: keys are rotated; a scale a token is made, others are taken as they are."""
     check_append(args, quantises=True)
-    k = args.k if hadamard_seed is None else rotate(args.k, hadamard_seed)
-    if k_scale.ndim > 1:
-        new_k, new_v = scales_of(k), scales_of(args.v)
-        kept = k_scale[..., None], v_scale[..., None]
-        append_op(*kept, *args[2:5], new_k[..., None], new_v[..., None], False)
-    else:
-        new_k, new_v = k_scale, v_scale
-    caches, new = (args.k_cache, args.v_cache), (quantized(k, new_k), quantized(args.v, new_v))
-    # As bytes: they are copied, and not every device knows the type.
-    append_op(*(t.view(torch.uint8) for t in caches), *args[2:5], *(t.view(torch.uint8) for t in new), args.advance)
+    caches = (t.view(torch.uint8) for t in (args.k_cache, args.v_cache))
+    append_fp8_op(*caches, k_scale, v_scale, *args[2:7], hadamard_seed, args.advance)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.decode import fp8_checks
 from tests.decode.fp8_case import Fp8Case, check_fp8
 from tests.decode.interpreted.test_kernels import fresh_plans, shrink
 from warploom.decode.append import append as torch_append
@@ -44,3 +46,23 @@ def test_append_of_bytes_and_scales(dtype: torch.dtype, dim: int) -> None:
         kept.append(state)
     for torchs, tritons in zip(*kept, strict=True):
         assert torch.equal(torchs, tritons)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (64, 24), (128, 72)], ids=str)
+@pytest.mark.parametrize("granularity,paged,slots", [("token", False, False), ("token", True, False), ("head", True, True)])
+def test_quantizing_append(
+    granularity: Any, paged: bool, slots: bool, dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    fp8_checks.quantizing_append("cpu", dtype, dims, granularity, paged, slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [16, 64, 256])
+def test_rotated_queries(dim: int, dtype: torch.dtype) -> None:
+    fp8_checks.rotated_rows("cpu", dtype, dim)
+
+
+@pytest.mark.parametrize("check", fp8_checks.CHECKS, ids=lambda check: check.__name__)
+def test_numbers_and_scales(check: Callable[[torch.dtype, str], None]) -> None:
+    check(torch.float16, "cpu")

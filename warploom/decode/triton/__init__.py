@@ -13,7 +13,7 @@ from warploom.runtime.triton_backend import TritonBackend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from warploom.decode.problem import AppendArgs, DecodeArgs, DecodeProblem
+    from warploom.decode.problem import AppendArgs, AppendFp8Args, DecodeArgs, DecodeProblem
     from warploom.decode.triton.launch import Ready
 
 
@@ -66,6 +66,20 @@ class Triton(TritonBackend, DecodeBackend):
 
     def append(self, args: AppendArgs) -> None:
         from warploom.decode.triton.tokens import append as run
+
+        run(args)
+
+    def quantizes(self, args: AppendFp8Args) -> bool:
+        dim, dim_v = args.k.shape[-1], args.v.shape[-1]
+        if not args.k.is_cuda or args.k.dtype == torch.float64 or max(dim, dim_v) > 512:
+            return False
+        if args.seed is not None and dim & (dim - 1):
+            return False
+        # Of 10.0 Triton 3.6 is not known to round to e4m3.
+        return capability(args.k.device) in (89, 90)
+
+    def append_fp8(self, args: AppendFp8Args) -> None:
+        from warploom.decode.triton.fp8_tokens import append as run
 
         run(args)
 

@@ -29,22 +29,36 @@ class Config:
 
 
 @cache
-def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: int) -> Config:
-    """The variant for ``rows`` = T × group queries of a kv head."""
-    # Triton's fp32 products of 64 rows spill, and read keys and values through descriptors that ptxas gets wrong.
-    block_m = min(max(power_of_two(rows), 16), 32 if itemsize == 4 else 64)
+def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: int, pairs: bool = False) -> Config:
+    """The variant for ``rows`` = T × group queries of a kv head; ``pairs``: over e4m3 numbers read in pairs."""
+    # Triton's fp32 products of 64 rows spill, and read keys and values through descriptors that ptxas gets wrong. Pairs are
+    # widened in registers, and products of 64 rows take keys and values from shared memory.
+    block_m = min(max(power_of_two(rows), 16), 32 if itemsize == 4 or pairs else 64)
     row_blocks = -(-rows // block_m)
     width = max(power_of_two(head_dim), power_of_two(head_dim_v)) * itemsize
+    # Wide tiles of four stages must fit 163 KiB of shared memory (fp32, head_dim 256, on an A100).
+    block_n = 64 if width <= 256 else 32 if width <= 512 else 16
+    warps, stages = 4, 3
+    if block_m == 64:
+        # On an H200, 64 heads over one: 108 us against 149 with 8 warps at head_dim 128, 66 against 107 at 64, 166 against 179
+        # at 256, which with 8 warps took 32 keys.
+        block_n = 64
+    elif pairs and block_m == 32:
+        # Nothing is spilled.
+        block_n, warps, stages = 64, *((8, 4) if width > 256 else (4, 3))
+    elif pairs:
+        # As many bytes as a tile of the queries' type has. On an H200, without the rotation of queries, 118 against 128 us with
+        # half as many keys (head_dim 128, 16 sequences of 8,192).
+        block_n *= 2
     return Config(
         block_m=block_m,
-        # Wide tiles of four stages must fit 163 KiB of shared memory (fp32, head_dim 256, on an A100).
-        block_n=64 if width <= 256 else 32 if width <= 512 else 16,
+        block_n=block_n,
         split=512 if block_m <= 32 else 1024,
         # About 256 splits over the kv heads and blocks of rows fill an H100 from a single sequence. Parts take memory: the
         # rows of a tree are many.
         max_splits=min(max(power_of_two(256 // (heads_kv * row_blocks)), 16), 256),
-        warps=4 if block_m <= 32 else 8,
-        stages=3,
+        warps=warps,
+        stages=stages,
     )
 
 

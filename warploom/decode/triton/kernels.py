@@ -13,18 +13,22 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.decode.triton.bias import bias_of_rows, biased, places_of_keys
+from warploom.decode.triton.pairs import columns, parted, rows_of_queries, weigh_scaled
 from warploom.decode.triton.parts import (
     CONTIGUOUS,
     ONE_PAGE,
     SCATTERED,
     TILE_IN_PAGE,
     fold,
+    fold_all,
     key_range,
     product,
     settle,
+    settle_all,
     shown,
     splits,
     weigh,
+    zeros,
 )
 from warploom.decode.triton.prefix import own_units, share, shared_splits, unit_splits
 from warploom.kernels.triton.numerics import LN2, LOG2E, capped, clamp
@@ -114,6 +118,7 @@ def split_kernel(
     TREE: tl.constexpr,
     TREE_DEPTHS: tl.constexpr,
     FP8: tl.constexpr,
+    PAIRS: tl.constexpr,
     BIAS: tl.constexpr,
     LATENT: tl.constexpr,
     FINAL: tl.constexpr,
@@ -149,6 +154,13 @@ def split_kernel(
     n = tl.arange(0, N)
     d_live = d < (HEAD_DIM_V if LATENT else HEAD_DIM)
     dv_live = dv < HEAD_DIM_V
+    # Of PAIRS, see `warploom.decode.triton.pairs`, tiles hold even columns, or odd ones; accumulators come in two.
+    SLICES: tl.constexpr = 2 if PAIRS else 1
+    WHOLE: tl.constexpr = PAIRS and UNIT > 1
+    UNIT_KV: tl.constexpr = UNIT // 2 if WHOLE else UNIT
+    if PAIRS:
+        k_ptr = k_ptr.to(tl.pointer_type(tl.int16 if WHOLE else tl.int8), bitcast=True)
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16 if WHOLE else tl.int8), bitcast=True)
     if REST > 0:
         rest = HEAD_DIM_V + tl.arange(0, REST)
         rest_live = rest < HEAD_DIM
@@ -163,12 +175,15 @@ def split_kernel(
             stride_ksn, stride_ksh, stride_vsb, stride_vsn, stride_vsh, stride_bias_b, stride_bias_h, stride_bias_k,
             bias_entries, bias_origin, sequences, chunk, prefix_keys,
             T, HEADS_KV, GROUP, HEAD_DIM, HEAD_DIM_V, M, N, D, DV, SPLIT, MAX_SPLITS, PAGES, LEAST, SOFTCAP, TREE, TREE_DEPTHS,
-            FP8, BIAS, UNIT, SHARED_BLOCKS,
+            FP8, PAIRS, WHOLE, BIAS, UNIT, SHARED_BLOCKS,
         )  # fmt: skip
 
     q_ptr += batch * stride_qb * UNIT
     q_offset = (t.to(tl.int64) * stride_qt + head_q.to(tl.int64) * stride_qh) * UNIT
-    q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=row_live[:, None] & d_live[None, :], other=0.0)
+    if PAIRS:
+        q_even, q_odd, q_factor = rows_of_queries(q_ptr, q_offset, row_live, HEAD_DIM, D)
+    else:
+        q = tl.load(q_ptr + q_offset[:, None] + d[None, :], mask=row_live[:, None] & d_live[None, :], other=0.0)
     if REST > 0:
         q_rest = tl.load(q_ptr + q_offset[:, None] + rest[None, :], mask=row_live[:, None] & rest_live[None, :], other=0.0)
 
@@ -192,8 +207,8 @@ def split_kernel(
     if BIAS != "":
         bias_rows = bias_of_rows(bias_ptr, stride_bias_b, stride_bias_h, batch, head_q, row_live, BIAS)
 
-    k_ptr += head.to(tl.int64) * stride_kh * UNIT
-    v_ptr += head.to(tl.int64) * stride_vh * UNIT
+    k_ptr += head.to(tl.int64) * stride_kh * UNIT_KV
+    v_ptr += head.to(tl.int64) * stride_vh * UNIT_KV
     # Scales of e4m3 lie as their keys do; of a whole head or tensor they have strides of 0.
     if FP8:
         k_scale_ptr += head.to(tl.int64) * stride_ksh
@@ -204,13 +219,13 @@ def split_kernel(
     if PAGES != CONTIGUOUS:
         table_ptr += batch * stride_table
     if PAGES == CONTIGUOUS:
-        k_ptr += batch * stride_kb * UNIT
-        v_ptr += batch * stride_vb * UNIT
+        k_ptr += batch * stride_kb * UNIT_KV
+        v_ptr += batch * stride_vb * UNIT_KV
     elif PAGES == ONE_PAGE:
         page = tl.load(table_ptr)
         inside = clamp(page, 0, pages - 1).to(tl.int64)
-        k_ptr += inside * stride_kb * UNIT
-        v_ptr += inside * stride_vb * UNIT
+        k_ptr += inside * stride_kb * UNIT_KV
+        v_ptr += inside * stride_vb * UNIT_KV
         if FP8:
             k_scale_ptr += inside * stride_ksb
             v_scale_ptr += inside * stride_vsb
@@ -233,11 +248,11 @@ def split_kernel(
         edge = begin + size
         top = tl.full((M,), float("-inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)
-        acc = tl.zeros((M, DV), tl.float32)
+        acc = zeros(M, DV, SLICES)
         if not LATENT:
             unit_top = tl.full((M,), float("-inf"), tl.float32)
             unit_total = tl.zeros((M,), tl.float32)
-            unit_acc = tl.zeros((M, DV), tl.float32)
+            unit_acc = zeros(M, DV, SLICES)
         for tile in range(begin, end, N):
             cols = tile + n
             live = (cols >= first) & (cols < end)
@@ -247,15 +262,15 @@ def split_kernel(
                 slot = cols & page_mask
             else:
                 slot = cols
-            k_offset = slot.to(tl.int64) * stride_kn * UNIT
-            v_offset = slot.to(tl.int64) * stride_vn * UNIT
+            k_offset = slot.to(tl.int64) * stride_kn * UNIT_KV
+            v_offset = slot.to(tl.int64) * stride_vn * UNIT_KV
             if FP8:
                 ks_offset = slot.to(tl.int64) * stride_ksn
                 vs_offset = slot.to(tl.int64) * stride_vsn
             if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
                 inside = clamp(page, 0, pages - 1).to(tl.int64)
-                k_offset += inside * stride_kb * UNIT
-                v_offset += inside * stride_vb * UNIT
+                k_offset += inside * stride_kb * UNIT_KV
+                v_offset += inside * stride_vb * UNIT_KV
                 if FP8:
                     ks_offset += inside * stride_ksb
                     vs_offset += inside * stride_vsb
@@ -263,16 +278,20 @@ def split_kernel(
                     page = tl.load(table_ptr + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
                 else:
                     page = tl.load(table_ptr + ((cols + N) >> page_shift), mask=cols + N < end, other=0)
-            k = tl.load(
-                k_ptr + k_offset[:, None] + d[None, :],
-                mask=live[:, None] & d_live[None, :],
-                other=0.0,
-                eviction_policy="evict_first",
-            )
-            if FP8:
-                # e4m3 is exact in every type that q may have; its scales join the fp32 products.
-                k = k.to(q.dtype)
-            s = product(q, tl.trans(k), None, LATENT)
+            if PAIRS:
+                k_even, k_odd = columns(k_ptr, k_offset, live, HEAD_DIM, D, WHOLE)
+                s = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
+            else:
+                k = tl.load(
+                    k_ptr + k_offset[:, None] + d[None, :],
+                    mask=live[:, None] & d_live[None, :],
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
+                if FP8:
+                    # e4m3 is exact in every type that q may have; its scales join the fp32 products.
+                    k = k.to(q.dtype)
+                s = product(q, tl.trans(k), None, LATENT)
             if REST > 0:
                 k_rest = tl.load(
                     k_ptr + k_offset[:, None] + rest[None, :],
@@ -282,7 +301,8 @@ def split_kernel(
                 )
                 s = product(q_rest, tl.trans(k_rest), s, LATENT)
             if FP8:
-                s = s * tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
+                k_scale = tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
+                s = s * (k_scale * q_factor[:, None] if PAIRS else k_scale)
             if SOFTCAP:
                 s, _ = capped(s, scale, softcap)
             else:
@@ -311,32 +331,47 @@ def split_kernel(
                 # Keys that a window hides from every path may hold anything: a weight of 0 times NaN is NaN.
                 live = tl.max(seen.to(tl.int32), 0) > 0
             s = tl.where(seen, s, float("-inf"))
-            p, rescale, total, top = weigh(s, top, total)
-            if LATENT:
-                v = k
-                if TREE_DEPTHS:
-                    v = tl.where(live[:, None], v, 0.0)
+            if PAIRS:
+                v_even, v_odd = columns(v_ptr, v_offset, live, HEAD_DIM_V, DV, WHOLE)
+                f, e, inverse = parted(tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0))
+                p, rescale, total, top = weigh_scaled(s, e, inverse, top, total)
             else:
-                v = tl.load(
-                    v_ptr + v_offset[:, None] + dv[None, :],
-                    mask=live[:, None] & dv_live[None, :],
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
-            if FP8:
-                v = (v.to(tl.float32) * tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0)[:, None]).to(q.dtype)
+                p, rescale, total, top = weigh(s, top, total)
+                if LATENT:
+                    v = k
+                    if TREE_DEPTHS:
+                        v = tl.where(live[:, None], v, 0.0)
+                else:
+                    v = tl.load(
+                        v_ptr + v_offset[:, None] + dv[None, :],
+                        mask=live[:, None] & dv_live[None, :],
+                        other=0.0,
+                        eviction_policy="evict_first",
+                    )
+                if FP8:
+                    v = (v.to(tl.float32) * tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0)[:, None]).to(q.dtype)
             if BIAS == "distance" or BIAS == "key":
                 # Keys that the bias hides from all rows may hold anything too. Behind the load, which need not wait for scores.
-                v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-            acc = product(p.to(v.dtype), v, acc * rescale[:, None], LATENT)
+                shows = tl.max(seen.to(tl.int32), 0) > 0
+                if PAIRS:
+                    f = tl.where(shows, f, 0.0)
+                    v_even = tl.where(shows[:, None], v_even, 0.0)
+                    v_odd = tl.where(shows[:, None], v_odd, 0.0)
+                else:
+                    v = tl.where(shows[:, None], v, 0.0)
+            if PAIRS:
+                p = (p * f[None, :]).to(tl.float16)
+                acc = (tl.dot(p, v_even, acc[0] * rescale[:, None]), tl.dot(p, v_odd, acc[1] * rescale[:, None]))
+            else:
+                acc = (product(p.to(v.dtype), v, acc[0] * rescale[:, None], LATENT),)
             if not LATENT and tile + N >= tl.minimum(edge, end):
                 # The end of a split: the stream of keys goes on, the softmax starts anew.
-                part, part_lse = settle(acc, total, top)
-                unit_acc, unit_total, unit_top = fold(unit_acc, unit_total, unit_top, part, part_lse)
+                part, part_lse = settle_all(acc, total, top)
+                unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, part, part_lse)
                 edge += size
                 top = tl.full((M,), float("-inf"), tl.float32)
                 total = tl.zeros((M,), tl.float32)
-                acc = tl.zeros((M, DV), tl.float32)
+                acc = zeros(M, DV, SLICES)
 
         if SHARED_BLOCKS > 0:
             ahead, _ = unit_splits(unit + programs, shared, single, groups, GROUP_SPLITS)
@@ -349,14 +384,15 @@ def split_kernel(
             live = (unit + programs < units) & (following + n < last)
             page = tl.load(table_ptr + ((following + n) >> page_shift), mask=live, other=0)
         # A latent cache's units are single splits: registers hold no second accumulator of its width.
-        part, part_lse = settle(acc, total, top) if LATENT else settle(unit_acc, unit_total, unit_top)
+        parts, part_lse = settle_all(acc, total, top) if LATENT else settle_all(unit_acc, unit_total, unit_top)
+        part = tl.interleave(parts[0], parts[1]) if PAIRS else parts[0]
         if FINAL:
             nothing = tl.full((M,), float("-inf"), tl.float32)
-            acc, total, top = fold(tl.zeros_like(acc), tl.zeros_like(total), nothing, part, part_lse)
+            whole, total, top = fold(tl.zeros_like(part), tl.zeros_like(total), nothing, part, part_lse)
             if SINK:
                 sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0).to(tl.float32) * LOG2E
-                acc, total, top = add_sink(acc, total, top, sink)
-            part, part_lse = settle(acc, total, top)
+                whole, total, top = add_sink(whole, total, top, sink)
+            part, part_lse = settle(whole, total, top)
             place = (batch * T + t) * (HEADS_KV * GROUP) + head_q
             part_lse = part_lse * LN2
         else:

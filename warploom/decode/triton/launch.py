@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warploom.decode.problem import DecodeArgs
-from warploom.decode.triton.plan import UNIT, BiasVariant, Plan, Shape, plan
+from warploom.decode.triton.plan import UNIT, UNIT_FP8, BiasVariant, Plan, Shape, plan
 from warploom.decode.triton.tree import ancestors
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import RawLaunch
@@ -178,9 +178,10 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     odd = 0
     for stride in strides:
         odd |= stride
-    aligned = not (odd % UNIT or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16)
-    if aligned:
-        strides = tuple([stride // UNIT for stride in strides])
+    unit = 1
+    if not (odd % UNIT or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16):
+        unit = UNIT if k_scale is None or odd % UNIT_FP8 else UNIT_FP8
+        strides = tuple([stride // unit for stride in strides])
     table_width, table_stride = (0, 0) if table is None else (table.shape[1], table.stride(0))
     capacity = args.capacity
     bias, bias_numbers = _bias(args)
@@ -205,7 +206,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             left=left,
             softcap=softcap != 0.0,
             prefix="found" if args.prefix is not None else "keys" if args.prefix_keys else "",
-            aligned=aligned,
+            unit=unit,
             device=q.device.index if q.is_cuda else None,
         )
     )

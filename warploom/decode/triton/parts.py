@@ -80,6 +80,35 @@ def settle(acc, total, top):
 
 
 @triton.jit
+def zeros(M: tl.constexpr, DV: tl.constexpr, SLICES: tl.constexpr):
+    """The accumulators of M rows: one, or one of the even and one of the odd columns."""
+    accs = ()
+    for _ in tl.static_range(SLICES):
+        accs += (tl.zeros((M, DV // SLICES), tl.float32),)  # type: ignore[assignment]
+    return accs
+
+
+@triton.jit
+def fold_all(accs, total, top, parts, part_lse):
+    """`fold` of a row whose columns are in several accumulators."""
+    new_accs = ()
+    for i in tl.static_range(len(accs)):
+        acc, new_total, new_top = fold(accs[i], total, top, parts[i], part_lse)
+        new_accs += (acc,)  # type: ignore[assignment]
+    return new_accs, new_total, new_top
+
+
+@triton.jit
+def settle_all(accs, total, top):
+    """`settle` of a row whose columns are in several accumulators."""
+    parts = ()
+    for i in tl.static_range(len(accs)):
+        part, lse = settle(accs[i], total, top)
+        parts += (part,)  # type: ignore[assignment]
+    return parts, lse
+
+
+@triton.jit
 def product(a, b, acc, LATENT: tl.constexpr):
     """a @ b + acc in fp32. Of a latent cache's 576 products in fp32 those of TF32 lose what shows."""
     if LATENT and a.dtype == tl.float32:

@@ -22,8 +22,9 @@ _FULL = 400
 _PROGRAMS = 2048
 # Groups of parts that the merge loads at once.
 _AHEAD = 2
-# Elements that strides count in where they can: 16 bytes of the narrowest dtype.
+# Elements that strides count in where they can: 16 bytes of a dtype of 16 bits, and those of one of 8 bits.
 UNIT = 8
+UNIT_FP8 = 16
 
 
 class BiasVariant(NamedTuple):
@@ -56,7 +57,7 @@ class Shape(NamedTuple):
     left: int | None
     softcap: bool
     prefix: str  # "found" on the device, "keys" of all sequences, "" without
-    aligned: bool  # strides of q, k and v in whole UNITs, pointers in 16 bytes
+    unit: int  # strides of q, k and v count in these; with 1 pointers need not lie at multiples of 16 bytes either
     device: int | None  # None: the interpreter
 
 
@@ -113,7 +114,7 @@ def plan(shape: Shape) -> Plan:
         grouped=int(grouped),
         max_units=max_units,
         parts=rows * max_units,
-        split=Launch(split_kernel, split, direct=s.aligned and not (s.bias and s.bias.wide)),
+        split=Launch(split_kernel, split, direct=s.unit > 1 and not (s.bias and s.bias.wide)),
         merge=None if final else Launch(merge_kernel, merge, direct=True),
         chunk=chunk,
     )
@@ -145,10 +146,15 @@ def described(problem: DecodeProblem) -> str:
     return f"{words}; the prefix's whole splits are read once for up to {min(blocks * c.block_m // rows, p.batch)} sequences"
 
 
+def _pairs(s: Shape | DecodeProblem) -> bool:
+    """Whether tiles are of pairs of FP8 numbers. Strides do not count: they change no bit."""
+    return s.fp8 and s.dtype.itemsize == 2
+
+
 def _config(s: Shape | DecodeProblem, rows: int) -> Config:
     if s.latent:
         return latent_config(rows, s.dtype.itemsize, s.heads_kv)
-    return config(rows, s.head_dim, s.head_dim_v, s.dtype.itemsize, s.heads_kv)
+    return config(rows, s.head_dim, s.head_dim_v, s.dtype.itemsize, s.heads_kv, _pairs(s))
 
 
 def _constants(
@@ -181,6 +187,9 @@ def _constants(
         width_v = width
     else:
         width, width_v = tile_widths(s.head_dim, s.head_dim_v, s.dtype.itemsize)
+        if _pairs(s):
+            # Tensor cores multiply 16 columns at least, and even and odd ones are apart.
+            width, width_v = max(width, 32), max(width_v, 32)
     split = {
         "HEADS_KV": s.heads_kv,
         "GROUP": s.heads_q // s.heads_kv,
@@ -194,10 +203,11 @@ def _constants(
         "TREE": s.tree,
         "TREE_DEPTHS": s.tree_depths,
         "FP8": s.fp8,
+        "PAIRS": _pairs(s),
         "BIAS": "" if s.bias is None else s.bias.kind,
         "LATENT": s.latent,
         "FINAL": final,
-        "UNIT": UNIT if s.aligned else 1,
+        "UNIT": s.unit,
         "SHARED_BLOCKS": blocks,
         "num_warps": c.warps,
         # Groups run in whole waves of two programs an SM, which the deeper pipeline's memory allows just so.

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from warploom.decode.triton.bias import bias_of_rows, biased
-from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE, settle, weigh
+from warploom.decode.triton.pairs import columns, parted, rows_of_queries, weigh_scaled
+from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE, settle, weigh, zeros
 from warploom.kernels.triton.numerics import LOG2E, capped, clamp, dot
 
 
@@ -101,7 +102,7 @@ def share(
     T: tl.constexpr, HEADS_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     PAGES: tl.constexpr, LEAST: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, TREE_DEPTHS: tl.constexpr,
-    FP8: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr, BLOCKS: tl.constexpr,
+    FP8: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Every split that neighbours share, each by one of the launch's programs: parts of all rows that share it."""
     LANES: tl.constexpr = BLOCKS * M // (T * GROUP)
@@ -112,6 +113,9 @@ def share(
     n = tl.arange(0, N)
     d_live = d < HEAD_DIM
     dv_live = dv < HEAD_DIM_V
+    SLICES: tl.constexpr = 2 if PAIRS else 1
+    # k_ptr and v_ptr are those of pairs already.
+    UNIT_KV: tl.constexpr = UNIT // 2 if WHOLE else UNIT
 
     most = prefix_keys if prefix_ptr is None else tl.load(prefix_ptr + sequences)
     chunks = tl.cdiv(sequences, chunk)
@@ -138,6 +142,8 @@ def share(
             leader = (base + first).to(tl.int64)
 
             qs = ()
+            odds = ()
+            factors = ()
             tops = ()
             totals = ()
             accs = ()
@@ -148,11 +154,16 @@ def share(
                 row_live = member < past
                 batch = (base + member).to(tl.int64)
                 offset = (batch * stride_qb + t.to(tl.int64) * stride_qt + head_q.to(tl.int64) * stride_qh) * UNIT
-                q = tl.load(q_ptr + offset[:, None] + d[None, :], mask=row_live[:, None] & d_live[None, :], other=0.0)
+                if PAIRS:
+                    q, odd, factor = rows_of_queries(q_ptr, offset, row_live, HEAD_DIM, D)
+                    odds += (odd,)  # type: ignore[assignment]
+                    factors += (factor,)  # type: ignore[assignment]
+                else:
+                    q = tl.load(q_ptr + offset[:, None] + d[None, :], mask=row_live[:, None] & d_live[None, :], other=0.0)
                 qs += (q,)  # type: ignore[assignment]
                 tops += (tl.full((M,), float("-inf"), tl.float32),)  # type: ignore[assignment]
                 totals += (tl.zeros((M,), tl.float32),)  # type: ignore[assignment]
-                accs += (tl.zeros((M, DV), tl.float32),)  # type: ignore[assignment]
+                accs += zeros(M, DV, SLICES)
                 if BIAS != "":
                     slope = bias_of_rows(bias_ptr, stride_bias_b, stride_bias_h, batch, head_q, row_live, BIAS)
                     slopes += (slope,)  # type: ignore[assignment]
@@ -163,8 +174,8 @@ def share(
                         ahead = depth.to(tl.int32)
                     positions += (length - T + ahead,)  # type: ignore[assignment]
 
-            k_base = k_ptr + head.to(tl.int64) * stride_kh * UNIT
-            v_base = v_ptr + head.to(tl.int64) * stride_vh * UNIT
+            k_base = k_ptr + head.to(tl.int64) * stride_kh * UNIT_KV
+            v_base = v_ptr + head.to(tl.int64) * stride_vh * UNIT_KV
             if FP8:
                 k_scales = k_scale_ptr + head.to(tl.int64) * stride_ksh
                 v_scales = v_scale_ptr + head.to(tl.int64) * stride_vsh
@@ -178,8 +189,8 @@ def share(
                 else:
                     page = tl.load(table + ((begin + n) >> page_shift))
             if PAGES == CONTIGUOUS or PAGES == ONE_PAGE:
-                k_base += entry * stride_kb * UNIT
-                v_base += entry * stride_vb * UNIT
+                k_base += entry * stride_kb * UNIT_KV
+                v_base += entry * stride_vb * UNIT_KV
                 if FP8:
                     k_scales += entry * stride_ksb
                     v_scales += entry * stride_vsb
@@ -192,15 +203,15 @@ def share(
                     slot = cols & page_mask
                 else:
                     slot = cols
-                k_offset = slot.to(tl.int64) * stride_kn * UNIT
-                v_offset = slot.to(tl.int64) * stride_vn * UNIT
+                k_offset = slot.to(tl.int64) * stride_kn * UNIT_KV
+                v_offset = slot.to(tl.int64) * stride_vn * UNIT_KV
                 if FP8:
                     ks_offset = slot.to(tl.int64) * stride_ksn
                     vs_offset = slot.to(tl.int64) * stride_vsn
                 if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
                     inside = clamp(page, 0, pages - 1).to(tl.int64)
-                    k_offset += inside * stride_kb * UNIT
-                    v_offset += inside * stride_vb * UNIT
+                    k_offset += inside * stride_kb * UNIT_KV
+                    v_offset += inside * stride_vb * UNIT_KV
                     if FP8:
                         ks_offset += inside * stride_ksb
                         vs_offset += inside * stride_vsb
@@ -208,20 +219,30 @@ def share(
                         page = tl.load(table + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
                     else:
                         page = tl.load(table + ((cols + N) >> page_shift), mask=cols + N < end, other=0)
-                k = tl.load(k_base + k_offset[:, None] + d[None, :], mask=d_live[None, :], other=0.0)
-                v = tl.load(v_base + v_offset[:, None] + dv[None, :], mask=dv_live[None, :], other=0.0)
-                if FP8:
-                    k = k.to(q.dtype)
+                if PAIRS:
+                    k_even, k_odd = columns(k_base, k_offset, live, HEAD_DIM, D, WHOLE)
+                    v_even, v_odd = columns(v_base, v_offset, live, HEAD_DIM_V, DV, WHOLE)
                     k_scale = tl.load(k_scales + ks_offset)
-                    v_scale = tl.load(v_scales + vs_offset)
-                    v = (v.to(tl.float32) * v_scale[:, None]).to(q.dtype)
+                    f, e, inverse = parted(tl.load(v_scales + vs_offset))
+                else:
+                    k = tl.load(k_base + k_offset[:, None] + d[None, :], mask=d_live[None, :], other=0.0)
+                    v = tl.load(v_base + v_offset[:, None] + dv[None, :], mask=dv_live[None, :], other=0.0)
+                    if FP8:
+                        k = k.to(q.dtype)
+                        k_scale = tl.load(k_scales + ks_offset)
+                        v_scale = tl.load(v_scales + vs_offset)
+                        v = (v.to(tl.float32) * v_scale[:, None]).to(q.dtype)
                 new_tops = ()
                 new_totals = ()
                 new_accs = ()
                 for r in tl.static_range(BLOCKS):
-                    s = dot(qs[r], tl.trans(k), None)
-                    if FP8:
-                        s = s * k_scale[None, :]
+                    if PAIRS:
+                        s = tl.dot(odds[r], tl.trans(k_odd), tl.dot(qs[r], tl.trans(k_even)))
+                        s = s * (k_scale[None, :] * factors[r][:, None])
+                    else:
+                        s = dot(qs[r], tl.trans(k), None)
+                        if FP8:
+                            s = s * k_scale[None, :]
                     if SOFTCAP:
                         s, _ = capped(s, scale, softcap)
                     else:
@@ -235,18 +256,29 @@ def share(
                             s, seen, slopes[r], positions[r], cols, stride_bias_k, bias_entries, bias_origin, BIAS
                         )
                     s = tl.where(seen, s, float("-inf"))
-                    p, rescale, total, top = weigh(s, tops[r], totals[r])
-                    acc = dot(p.to(v.dtype), v, accs[r] * rescale[:, None])
+                    if PAIRS:
+                        p, rescale, total, top = weigh_scaled(s, e, inverse, tops[r], totals[r])
+                        p = (p * f[None, :]).to(tl.float16)
+                        acc = (
+                            tl.dot(p, v_even, accs[2 * r] * rescale[:, None]),
+                            tl.dot(p, v_odd, accs[2 * r + 1] * rescale[:, None]),
+                        )
+                    else:
+                        p, rescale, total, top = weigh(s, tops[r], totals[r])
+                        acc = (dot(p.to(v.dtype), v, accs[r] * rescale[:, None]),)  # type: ignore[assignment]
                     new_tops += (top,)  # type: ignore[assignment]
                     new_totals += (total,)  # type: ignore[assignment]
-                    new_accs += (acc,)  # type: ignore[assignment]
+                    new_accs += acc  # type: ignore[assignment]
                 tops = new_tops
                 totals = new_totals
                 accs = new_accs
             for r in tl.static_range(BLOCKS):
                 member, t, head_q = _rows(r, first, head, T, GROUP, M)
                 row_live = member < past
-                part, part_lse = settle(accs[r], totals[r], tops[r])
+                part, part_lse = settle(accs[SLICES * r], totals[r], tops[r])
+                if PAIRS:
+                    odd, _ = settle(accs[SLICES * r + SLICES - 1], totals[r], tops[r])
+                    part = tl.interleave(part, odd)
                 row = ((base + member).to(tl.int64) * HEADS_KV * GROUP + head_q) * T + t
                 place = row * max_units + split
                 tl.store(
