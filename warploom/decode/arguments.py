@@ -12,7 +12,6 @@ from warploom.decode.contents import check_contents, checked_tree
 from warploom.decode.prefix import SharedPrefix, prefix_of
 from warploom.decode.problem import DecodeArgs
 from warploom.kernels.e4m3 import E4M3
-from warploom.kernels.rotation import rotated_like
 from warploom.runtime import arguments
 from warploom.runtime.arguments import Window
 from warploom.runtime.op import differentiates_forward
@@ -88,6 +87,8 @@ def decode_args(
     shared, shared_keys = prefix_of(prefix, k, v, lengths, block_table, [t for t in scales if t is not None and t.ndim > 1])
     left, right = _band(window)
     if cache.hadamard_seed is not None:
+        from warploom.kernels.rotation import rotated_like
+
         q = rotated_like(q, cache.hadamard_seed)
     q = last_contiguous(q)
     args = DecodeArgs(
