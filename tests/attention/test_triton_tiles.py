@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from warploom.attention.features import Features  # noqa: E402
-from warploom.attention.triton.config import config  # noqa: E402
+from warploom.attention.features import Features
+from warploom.attention.triton.config import config
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])

@@ -252,7 +252,9 @@ def _bias(args: AttentionArgs, batches: int) -> tuple[BiasVariant | None, tuple[
         gradient = "tiles"
     step = max(unit, 1)
     numbers = (batch // step, head // step, row // step if row else None, column or None, rows, columns // step, None)
-    boxes = unit == UNIT and row != 0 and bias.numel() > 0 and bias.element_size() <= 4 and capability(args.q.device) >= 90
+    boxes = unit == UNIT and row != 0 and bias.numel() > 0 and bias.element_size() <= 4
+    # Tiles of 12x are those of 99 KiB, which hold none of a bias.
+    boxes = boxes and 90 <= capability(args.q.device) < 120
     return BiasVariant(kind, bias.dtype, unit, row != 0, column != 0, gradient, boxes), numbers
 
 
