@@ -74,8 +74,9 @@ def _forward(args: AttentionArgs, call: Call) -> Callable[..., tuple[Tensor, Ten
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
         with on_device(q):
-            boxed = (*_moved(boxes, (k, v)), bias, *_moved((bias_box,), (bias,)))
-            launch(q, k, v, out, lse, *mask, sink, seed, *sequences, table, *boxed, *scales)
+            key_boxes = boxes if boxes[0] is None else _moved(boxes, (k, v))
+            box = None if bias is None else _moved_bias(bias_box, bias)
+            launch(q, k, v, out, lse, *mask, sink, seed, *sequences, table, *key_boxes, bias, box, *scales)
         return out, lse
 
     return run
@@ -173,11 +174,13 @@ def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tu
             rows_launch(out, dout, lse, dlse, rows, edges, sequences[0], q, sink)
             for launch, boxes, bias_box, with_dk in dkdv_launches:
                 q_rows, dout_rows = (q, dout) if boxes[0] is None else _moved(boxes, (q, dout))
-                biases = bias, *_moved((bias_box,), (bias,)), of_columns if with_dk else None
-                launch(q_rows, k, v, dout_rows, rows, edges, dk, dv, *behind, *biases)
-            box = None if of_rows is None or gradient is None else gradient.box(call.config.dq)
-            biases = bias, *_moved((dq_bias_box,), (bias,)), None if box is not None else of_rows, box
-            dq_launch(q, k, v, dout, rows, dq, *behind, *_moved(key_boxes, (k, v)), *biases)
+                box = None if bias is None else _moved_bias(bias_box, bias)
+                sums = of_columns if with_dk else None
+                launch(q_rows, k, v, dout_rows, rows, edges, dk, dv, *behind, bias, box, sums)
+            keys = key_boxes if key_boxes[0] is None else _moved(key_boxes, (k, v))
+            box = None if bias is None else _moved_bias(dq_bias_box, bias)
+            to = None if of_rows is None or gradient is None else gradient.box(call.config.dq)
+            dq_launch(q, k, v, dout, rows, dq, *behind, *keys, bias, box, of_rows if to is None else None, to)
             if gradient is not None:
                 gradient.finish((q, k, v, dout), rows, row_tiles, mask[:4], seed, sequences)
         found = (dq, dk, dv, _dsink(q, sink, dout, dlse, out, lse))
@@ -203,17 +206,22 @@ def _parted(
 
 
 def _moved(
-    boxes: Sequence[TensorDescriptor | None], bases: Sequence[Tensor | None]
-) -> tuple[TensorDescriptor | None, ...]:
+    boxes: tuple[TensorDescriptor, TensorDescriptor], bases: tuple[Tensor, Tensor]
+) -> tuple[TensorDescriptor, TensorDescriptor]:
     """The same boxes of other tensors of the same shapes and strides; a new descriptor would look at all of it again."""
-    if boxes[0] is None:
-        return tuple(boxes)
-    found = []
-    for box, base in zip(boxes, bases, strict=True):
-        moved = object.__new__(TensorDescriptor)
-        moved.__dict__.update(box.__dict__, base=base)
-        found.append(moved)
-    return tuple(found)
+    first, second = object.__new__(TensorDescriptor), object.__new__(TensorDescriptor)
+    first.__dict__.update(boxes[0].__dict__, base=bases[0])
+    second.__dict__.update(boxes[1].__dict__, base=bases[1])
+    return first, second
+
+
+def _moved_bias(box: TensorDescriptor | None, bias: Tensor) -> TensorDescriptor | None:
+    """`_moved` of a bias, which has a box or none."""
+    if box is None:
+        return None
+    found = object.__new__(TensorDescriptor)
+    found.__dict__.update(box.__dict__, base=bias)
+    return found
 
 
 def _box_pair(t: Tensor, t_v: Tensor, rows: int, variant: Variant) -> tuple[TensorDescriptor, TensorDescriptor]:
