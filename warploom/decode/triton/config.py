@@ -38,17 +38,15 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
     width = max(power_of_two(head_dim), power_of_two(head_dim_v)) * itemsize
     # Wide tiles of four stages must fit 163 KiB of shared memory (fp32, head_dim 256, on an A100).
     block_n = 64 if width <= 256 else 32 if width <= 512 else 16
-    warps, stages = 4, 3
-    if block_m == 64:
-        # On an H200, 64 heads over one: 108 us against 149 with 8 warps at head_dim 128, 66 against 107 at 64, 166 against 179
-        # at 256, which with 8 warps took 32 keys.
-        block_n = 64
-    elif pairs and block_m == 32:
+    # On an H200, 64 heads over one: 108 us against 149 with 8 warps at head_dim 128, 66 against 107 at 64. At 256 4 warps and
+    # 64 keys took 166 against 179, but leave no room for a bias that is read by distance.
+    warps, stages = 8 if block_m == 64 and width > 256 else 4, 3
+    if pairs and block_m == 32:
         # Nothing is spilled.
         block_n, warps, stages = 64, *((8, 4) if width > 256 else (4, 3))
     elif pairs:
-        # As many bytes as a tile of the queries' type has. On an H200, without the rotation of queries, 118 against 128 us with
-        # half as many keys (head_dim 128, 16 sequences of 8,192).
+        # As many bytes as a tile of the queries' type has. On an H200 104 us against 113 with half as many keys (head_dim 128,
+        # 16 sequences of 8,192).
         block_n *= 2
     return Config(
         block_m=block_m,
