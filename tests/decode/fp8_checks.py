@@ -14,6 +14,7 @@ import warploom
 from warploom import KVCache
 from warploom.decode.ops import append_quantized
 from warploom.decode.problem import AppendFp8Args
+from warploom.decode.triton.fp8_tokens import append
 from warploom.kernels.e4m3 import E4M3, rotate
 from warploom.kernels.triton.hadamard import rotate_rows
 
@@ -116,8 +117,6 @@ def quantizing_append(
     device: str, dtype: torch.dtype, dims: tuple[int, int], granularity: str, paged: bool, slots: bool
 ) -> None:
     """The kernel writes the bytes and scales that torch writes, of zeros and of what is not finite too."""
-    from warploom.decode.triton.fp8_tokens import append
-
     for tokens in (1, 3, 20):
         k, v = (torch.randn(2, tokens, 3, dim) * torch.randn(2, tokens, 3, 1).exp() for dim in dims)
         k[0, 0, 1], v[1, 0, 2], k[0, 0, 2, 3], v[1, 0, 0, 5] = 0.0, 0.0, float("nan"), float("inf")

@@ -86,16 +86,17 @@ def decode_args(
     scales = cache.k_scale, cache.v_scale
     shared, shared_keys = prefix_of(prefix, k, v, lengths, block_table, [t for t in scales if t is not None and t.ndim > 1])
     left, right = _band(window)
-    if cache.hadamard_seed is not None:
-        from warploom.kernels.rotation import rotated_like
-
-        q = rotated_like(q, cache.hadamard_seed)
     q = last_contiguous(q)
     args = DecodeArgs(
         q, k, v, lengths, block_table, sink, tree, *scales, left, right, scale, softcap, "", latent=cache.latent,
         prefix=shared, prefix_keys=shared_keys,
     )  # fmt: skip
-    return with_bias(args, bias)
+    args = with_bias(args, bias)
+    if cache.hadamard_seed is not None:  # when all is checked
+        from warploom.kernels.rotation import rotated_like
+
+        args = args._replace(q=rotated_like(args.q, cache.hadamard_seed))
+    return args
 
 
 def _band(window: Window | None) -> tuple[int | None, int]:

@@ -19,11 +19,15 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
 
 
+def in_kernels(head_dim: int) -> bool:
+    """Whether kernels rotate heads of so many numbers; torch does the others."""
+    return 16 <= head_dim <= 256 and head_dim & (head_dim - 1) == 0
+
+
 def rotated_like(x: Tensor, seed: int) -> Tensor:
     """x (…, tokens, heads, head_dim) as `e4m3.rotate` has it, rounded to its dtype."""
-    dim = x.shape[-1]
     taken = x.is_cuda and _HAS_TRITON and x.dtype in _DTYPES and 3 <= x.ndim <= 4 and x.numel() > 0
-    if taken and 16 <= dim <= 256 and dim & (dim - 1) == 0 and capability(x.device) >= 80:
+    if taken and in_kernels(x.shape[-1]) and capability(x.device) >= 80:
         found: Tensor = rotate_op(last_contiguous(x), seed)
         return found
     return rotate(x, seed).to(x.dtype)

@@ -89,9 +89,10 @@ def expected(p: Any, leaf: Tensor, exact: Tensor, lows: list[Tensor]) -> Expecte
         return torch.autograd.grad(slope, one, full, retain_graph=True)[0] if full.numel() else torch.zeros_like(one)
 
     ref = summed(exact)
-    numbers = torch.arange(leaf.numel(), dtype=torch.float64, device=leaf.device).view(leaf.shape)
-    read = torch.where(slope == 0.0, 0.0, matrix(p, numbers) / slope.detach()).round().long()
     near = []
+    if p.bias not in DIRECT:
+        numbers = torch.arange(leaf.numel(), dtype=torch.float64, device=leaf.device).view(leaf.shape)
+        read = torch.where(slope == 0.0, 0.0, matrix(p, numbers) / slope.detach()).round().long()
     for low in lows:
         error = low.double() - exact
         if p.bias in DIRECT:

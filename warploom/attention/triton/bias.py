@@ -25,7 +25,7 @@ class Bias(NamedTuple):
     rows: Any  # how many there are; None: distances are read
     columns: Any  # likewise; a table's entries
     origin: Any  # added to distances
-    gradient: Any  # pointer to the first element, where tiles are stored, or a `box_of` the whole
+    gradient: Any  # where tiles are stored: pointer to the first element or, with `gradient_row` None, as `box` is
     gradient_row: Any
     sums: Any  # a backward kernel's state has sums of rows, or of columns
     box: Any  # how the copy engine reads a tensor's tiles: `box_of`
@@ -82,6 +82,13 @@ def _read(pointers):
 def tile_of(box, r0, n0, M: tl.constexpr, N: tl.constexpr):
     """A tile (M, N) from row r0 and column n0 on; zeros past the ends."""
     return tl.reshape(box[0].load([box[1], box[2], tl.cast(r0, tl.int32), tl.cast(n0, tl.int32)]), (M, N))
+
+
+@triton.jit
+def store_tile(box, tile, r0, n0):
+    """Where `tile_of` would read it; what is past the ends is not written."""
+    whole = tl.reshape(tile.to(box[0].dtype), (1, 1, tile.shape[0], tile.shape[1]))
+    box[0].store([box[1], box[2], tl.cast(r0, tl.int32), tl.cast(n0, tl.int32)], whole)
 
 
 @triton.jit
@@ -169,9 +176,7 @@ def store_gradient(ds, bias, m0, n0, m, n, offset):
     """A tile's gradient in the bias's dtype; its elements past the sequence's end are zeros, those past the bias's are none."""
     r0 = m0 if offset is None else m0 + offset
     if bias.gradient_row is None:
-        to, batch, head = bias.gradient
-        tile = tl.reshape(ds.to(to.dtype), (1, 1, ds.shape[0], ds.shape[1]))
-        to.store([batch, head, tl.cast(r0, tl.int32), tl.cast(n0, tl.int32)], tile)
+        store_tile(bias.gradient, ds, r0, n0)
     else:
         at = bias.gradient + tl.cast(r0, tl.int64) * bias.gradient_row + tl.cast(n0, tl.int64)
         inside = (m < bias.rows - r0) & (n < bias.columns - n0)

@@ -20,6 +20,7 @@ from warploom.attention.triton.bias import (
     column_stride,
     in_elements,
     probabilities,
+    store_tile,
     tile_of,
 )
 from warploom.attention.triton.device import (
@@ -255,8 +256,7 @@ def bias_gradient_kernel(
             tl.store(to + 2 * N, tl.sum(tl.where(entry < 0, histogram, 0.0), 0))
             tl.store(to + (2 * N + 1), tl.sum(tl.where(entry >= bias_columns, histogram, 0.0), 0))
     elif to_box is not None:
-        tile = tl.reshape(total.to(to_box.dtype), (1, 1, M, N))
-        to_box.store([first_batch, first_head, r0, n0], tile)
+        store_tile((to_box, first_batch, first_head), total, r0, n0)
     else:
         width = in_elements(bias_columns, BIAS_UNIT)
         to = to_ptr + ((tl.cast(shared, tl.int64) * bias_rows + r0) * width + n0)

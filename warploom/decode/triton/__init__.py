@@ -70,10 +70,12 @@ class Triton(TritonBackend, DecodeBackend):
         run(args)
 
     def quantizes(self, args: AppendFp8Args) -> bool:
+        from warploom.kernels.rotation import in_kernels
+
         dim, dim_v = args.k.shape[-1], args.v.shape[-1]
         if not args.k.is_cuda or args.k.dtype == torch.float64 or max(dim, dim_v) > 512:
             return False
-        if args.seed is not None and dim & (dim - 1):
+        if args.seed is not None and not in_kernels(dim):
             return False
         # Of 10.0 Triton 3.6 is not known to round to e4m3.
         return capability(args.k.device) in (89, 90)

@@ -9,18 +9,18 @@ import triton
 import triton.language as tl
 
 from warploom.decode.problem import AppendFp8Args
+from warploom.decode.triton.launch import scale_strides
+from warploom.decode.triton.parts import place_of_token
+from warploom.decode.triton.tokens import TOKENS, add_tokens
 from warploom.kernels.e4m3 import hadamard_norm
-from warploom.kernels.triton.fp8 import e4m3_bits
+from warploom.kernels.triton.fp8 import e4m3_bits, scale_of
 from warploom.kernels.triton.hadamard import rotated
 from warploom.kernels.triton.numerics import clamp
 from warploom.kernels.triton.widths import power_of_two
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
-# Up to this many tokens one program appends a whole sequence's, and so may advance its length itself.
-_TOKENS = 16
 _ROWS = 8  # heads of a token at a time
-_LARGEST = tl.constexpr(448.0)  # of e4m3
 
 
 @triton.jit(
@@ -94,24 +94,10 @@ def append_fp8_kernel(
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     for t in range(first, tl.minimum(first + TOKENS, tokens)):
-        if slots_ptr is not None:
-            slot = tl.load(slots_ptr + batch * stride_slots + t * stride_slots_t).to(tl.int64)
-            page = tl.maximum(slot, 0) // page_size
-            offset = tl.maximum(slot, 0) % page_size
-            live = (slot >= 0) & (page < pages)
-            kept += (slot >= 0).to(tl.int32)
-        else:
-            position = length + t
-            room = position < capacity
-            kept += room.to(tl.int32)
-            if table_ptr is not None:
-                page = tl.load(table_ptr + batch * stride_table + position // page_size, mask=room, other=-1).to(tl.int64)
-                offset = (position % page_size).to(tl.int64)
-                live = room & (page >= 0) & (page < pages)
-            else:
-                page = batch
-                offset = position.to(tl.int64)
-                live = room
+        page, offset, live, counts = place_of_token(
+            t, batch, length, table_ptr, slots_ptr, stride_table, stride_slots, stride_slots_t, pages, page_size, capacity
+        )
+        kept += counts
         for begin in range(0, heads, ROWS):
             head = (begin + tl.arange(0, ROWS)).to(tl.int64)
             there = (head < heads) & live
@@ -147,8 +133,7 @@ def _scale_of(x):
     """`e4m3.scales_of` of rows: NaN where a row holds one."""
     top = tl.max(tl.abs(x), 1)
     top = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), top)
-    scale = tl.div_rn(top, tl.full(top.shape, _LARGEST, tl.float32))
-    return tl.where(scale == 0.0, 1.0, scale)
+    return scale_of(top)
 
 
 @triton.jit
@@ -164,7 +149,7 @@ def append(args: AppendFp8Args) -> None:
     batch, tokens, heads, head_dim = a.k.shape
     pages, page_size = a.k_cache.shape[:2]
     capacity = page_size if a.block_table is None else a.block_table.shape[1] * page_size
-    whole = tokens <= _TOKENS
+    whole = tokens <= TOKENS
     launch = _launch(
         head_dim,
         a.v.shape[3],
@@ -178,24 +163,16 @@ def append(args: AppendFp8Args) -> None:
     )
     with on_device(a.k):
         launch(
-            (batch, 1 if whole else -(-tokens // _TOKENS)),
+            (batch, 1 if whole else -(-tokens // TOKENS)),
             a.k_cache, a.v_cache, a.k_scale, a.v_scale, a.lengths, a.block_table, a.slot_mapping, a.k, a.v, a.seed or 0,
             *a.k_cache.stride()[:3], *a.v_cache.stride()[:3],
-            *_scale_strides(a.k_scale), *_scale_strides(a.v_scale),
+            *scale_strides(a.k_scale), *scale_strides(a.v_scale),
             0 if a.block_table is None else a.block_table.stride(0),
             *((0, 0) if a.slot_mapping is None else a.slot_mapping.stride()),
             *a.k.stride(), *a.v.stride(), tokens, heads, pages, page_size, capacity,
         )  # fmt: skip
         if a.advance and not whole:
-            added = tokens if a.slot_mapping is None else (a.slot_mapping >= 0).sum(1, dtype=torch.int32)
-            a.lengths.clamp_(0, capacity).add_(added).clamp_(max=capacity)
-
-
-def _scale_strides(scale: torch.Tensor) -> tuple[int, ...]:
-    """By page or sequence, token and head; 0 where one serves all."""
-    if scale.ndim > 1:
-        return scale.stride()
-    return 0, 0, scale.stride(0) if scale.shape[0] > 1 else 0
+            add_tokens(a.lengths, tokens, a.slot_mapping, capacity)
 
 
 @lru_cache(maxsize=1024)
@@ -220,7 +197,7 @@ def _launch(
         "NORM": hadamard_norm(head_dim),
         "SCALES": scales,
         "ADVANCE": advance,
-        "TOKENS": _TOKENS,
+        "TOKENS": TOKENS,
         "ROWS": _ROWS,
         "num_warps": 4,
     }

@@ -22,6 +22,7 @@ from warploom.decode.triton.parts import (
     fold,
     fold_all,
     key_range,
+    place_of_token,
     product,
     settle,
     settle_all,
@@ -551,8 +552,6 @@ def append_kernel(
     capacity,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    PAGED: tl.constexpr,
-    SLOTS: tl.constexpr,
     ADVANCE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -567,24 +566,10 @@ def append_kernel(
     kept = 0
     first = tl.program_id(1).to(tl.int64) * TOKENS
     for t in range(first, tl.minimum(first + TOKENS, tokens)):
-        if SLOTS:
-            slot = tl.load(slots_ptr + batch * stride_slots + t * stride_slots_t).to(tl.int64)
-            page = tl.maximum(slot, 0) // page_size
-            offset = tl.maximum(slot, 0) % page_size
-            live = (slot >= 0) & (page < pages)
-            kept += (slot >= 0).to(tl.int32)
-        else:
-            position = length + t
-            room = position < capacity
-            kept += room.to(tl.int32)
-            if PAGED:
-                page = tl.load(table_ptr + batch * stride_table + position // page_size, mask=room, other=-1).to(tl.int64)
-                offset = (position % page_size).to(tl.int64)
-                live = room & (page >= 0) & (page < pages)
-            else:
-                page = batch
-                offset = position.to(tl.int64)
-                live = room
+        page, offset, live, counts = place_of_token(
+            t, batch, length, table_ptr, slots_ptr, stride_table, stride_slots, stride_slots_t, pages, page_size, capacity
+        )
+        kept += counts
         for start in range(0, heads_kv * HEAD_DIM, BLOCK):
             i = start + tl.arange(0, BLOCK)
             head = (i // HEAD_DIM).to(tl.int64)

@@ -211,7 +211,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
         )
     )
     left = 0 if left is None else max(min(left, _FAR), -_FAR)
-    (ksb, ksn, ksh), (vsb, vsn, vsh) = _scale_strides(k_scale), _scale_strides(v_scale)
+    (ksb, ksn, ksh), (vsb, vsn, vsh) = scale_strides(k_scale), scale_strides(v_scale)
     numbers = SplitNumbers(
         stride_table=table_stride,
         stride_tree=0 if tree is None or tree.shape[0] == 1 else queries * (2 if args.measures_paths else 1),
@@ -258,7 +258,7 @@ def _bias(args: DecodeArgs) -> tuple[BiasVariant | None, tuple[int | None, ...]]
     return BiasVariant(kind, bias.dtype, max(strides) >= 2**31), (*strides, None, None)
 
 
-def _scale_strides(scale: Tensor | None) -> tuple[int, ...]:
+def scale_strides(scale: Tensor | None) -> tuple[int, ...]:
     """Of an FP8 cache's scales by page or sequence, token and head; 0 where one serves all."""
     if scale is None or scale.shape == (1,):
         return 0, 0, 0

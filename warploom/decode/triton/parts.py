@@ -27,6 +27,26 @@ def key_range(length, left, right, T: tl.constexpr, HAS_LEFT: tl.constexpr):
 
 
 @triton.jit
+def place_of_token(
+    t, batch, length, table_ptr, slots_ptr, stride_table, stride_slots, stride_slots_t, pages, page_size, capacity
+):  # fmt: skip
+    """Where a sequence's t-th new token goes: page and offset, int64, whether it is written, 1 if it adds to the length."""
+    if slots_ptr is not None:
+        slot = tl.load(slots_ptr + batch * stride_slots + t * stride_slots_t).to(tl.int64)
+        page = tl.maximum(slot, 0) // page_size
+        return page, tl.maximum(slot, 0) % page_size, (slot >= 0) & (page < pages), (slot >= 0).to(tl.int32)
+    else:
+        position = length + t
+        room = position < capacity
+        if table_ptr is not None:
+            page = tl.load(table_ptr + batch * stride_table + position // page_size, mask=room, other=-1).to(tl.int64)
+            offset = (position % page_size).to(tl.int64)
+            return page, offset, room & (page >= 0) & (page < pages), room.to(tl.int32)
+        else:
+            return batch, position.to(tl.int64), room, room.to(tl.int32)
+
+
+@triton.jit
 def splits(
     first, last, grouped, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, GROUP_SPLITS: tl.constexpr, N: tl.constexpr,
     LEAST: tl.constexpr,

@@ -277,7 +277,7 @@ def share(
                 row_live = member < past
                 part, part_lse = settle(accs[SLICES * r], totals[r], tops[r])
                 if PAIRS:
-                    odd, _ = settle(accs[SLICES * r + SLICES - 1], totals[r], tops[r])
+                    odd, _ = settle(accs[2 * r + 1], totals[r], tops[r])
                     part = tl.interleave(part, odd)
                 row = ((base + member).to(tl.int64) * HEADS_KV * GROUP + head_q) * T + t
                 place = row * max_units + split

@@ -258,7 +258,7 @@ def _scale(
 ):  # fmt: skip
     """The block's scale, written where it belongs; with TOPS only its largest number is."""
     if BY == "block":
-        scale = _scale_of(top)
+        scale = scale_of(top)
         tl.store(scale_ptr + slot.to(tl.int64) * heads + head, scale, mask=slot < slots)
     else:
         at = head if BY == "head" else 0
@@ -267,13 +267,13 @@ def _scale(
             tl.atomic_max(top_ptr + first_top + at, top.to(tl.int32, bitcast=True), sem="relaxed")
             scale = top
         else:
-            scale = _scale_of(tl.load(top_ptr + first_top + at).to(tl.float32, bitcast=True))
+            scale = scale_of(tl.load(top_ptr + first_top + at).to(tl.float32, bitcast=True))
             tl.store(scale_ptr + at, scale, mask=(slot == 0) & (head == at))
     return scale
 
 
 @triton.jit
-def _scale_of(top):
+def scale_of(top):
     scale = tl.div_rn(top, LARGEST)
     return tl.where(scale == 0, 1.0, scale)
 
