@@ -9,19 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.decode.problem import DecodeProblem
-from warploom.decode.triton.config import GROUP_SPLITS, Config, config, latent_config, latent_widths, shared_blocks
+from warploom.decode.triton.config import Config, config, latent_config, latent_widths, shared_blocks
 from warploom.decode.triton.kernels import merge_kernel, split_kernel
 from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE
 from warploom.kernels.triton.widths import power_of_two, tile_widths
 from warploom.runtime.triton_launch import Launch
 
-# Programs that keep a large GPU's memory busy in whole waves: from this many groups of splits on, a program takes a whole
-# group. On an H100, groups against single splits: 512 groups 356 against 362 us, 256 groups 187 against 184.
-_FULL = 400
 # Programs of one launch beyond which a program walks several units: those that find nothing to do cost time too.
 _PROGRAMS = 2048
-# Groups of parts that the merge loads at once.
-_AHEAD = 2
+# Parts that the merge loads at once, whole groups of them.
+_AHEAD = 16
 # Elements that strides count in where they can: 16 bytes of a dtype of 16 bits, and those of one of 8 bits.
 UNIT = 8
 UNIT_FP8 = 16
@@ -88,10 +85,10 @@ def plan(shape: Shape) -> Plan:
     max_splits = max(min(c.max_splits, -(-reach // c.split)), 1)
     row_blocks = -(-rows // c.block_m)
     pairs = s.batch * s.heads_kv * row_blocks
-    grouped = not s.latent and pairs * -(-max_splits // GROUP_SPLITS) >= _FULL
+    grouped = not s.latent and pairs * -(-max_splits // c.group) >= c.full
     # The kernels group splits of up to twice the least size; a longer sequence has a unit a split.
     if grouped and reach <= 2 * c.split * c.max_splits:
-        max_units = -(-max_splits // GROUP_SPLITS)
+        max_units = -(-max_splits // c.group)
     else:
         max_units = max_splits
     programs = min(max_units, max(_PROGRAMS // pairs, 4))
@@ -103,7 +100,7 @@ def plan(shape: Shape) -> Plan:
         chunk = -(-s.batch // -(-s.batch // most))  # chunks as even as they can be
         max_units, final = max_splits, False
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
-    merge_dim = min(c.merge_dim, power_of_two(s.head_dim_v))
+    merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
     split, merge = _constants(s, c, final, grouped, pdl, least, merge_dim, blocks)
     rows = s.batch * s.heads_q * s.queries
@@ -118,6 +115,13 @@ def plan(shape: Shape) -> Plan:
         merge=None if final else Launch(merge_kernel, merge, direct=True),
         chunk=chunk,
     )
+
+
+def _merge_dim(rows: int, c: Config) -> int:
+    """Columns of a program of the merge, a warp: few, which read much at once, until the programs of all rows take turns."""
+    if rows >= 2048:
+        return 128
+    return 64 if c.block_m == 64 else 32
 
 
 def _shared_blocks(s: Shape | DecodeProblem, c: Config, rows: int, bias: str) -> int:
@@ -173,7 +177,7 @@ def _constants(
         "N": c.block_n,
         "SPLIT": c.split,
         "MAX_SPLITS": c.max_splits,
-        "GROUP_SPLITS": GROUP_SPLITS,
+        "GROUP_SPLITS": c.group,
         "LEAST": least,
         "HAS_LEFT": s.left is not None,
         "SINK": s.sink is not None,
@@ -207,12 +211,13 @@ def _constants(
         "BIAS": "" if s.bias is None else s.bias.kind,
         "LATENT": s.latent,
         "FINAL": final,
+        "ALONE": c.block_m >= 64 and not s.latent,
         "UNIT": s.unit,
         "SHARED_BLOCKS": blocks,
         "num_warps": c.warps,
         # Groups run in whole waves of two programs an SM, which the deeper pipeline's memory allows just so.
-        "num_stages": c.stages + grouped,
+        "num_stages": c.stages + (grouped and c.block_m < 64),
     }
     return shared | split, shared | {
-        "DV": merge_dim, "AHEAD": _AHEAD, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0, "num_warps": c.merge_warps
+        "DV": merge_dim, "AHEAD": _AHEAD // c.group, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0, "num_warps": 1
     }  # fmt: skip
