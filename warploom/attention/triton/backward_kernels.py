@@ -233,7 +233,7 @@ def _dkdv_step(
     if block.bias.given is not None:
         shift = shift_of(lengths, block.offset)
         at, n = m[None, :], tl.arange(0, k.shape[0]).to(m.dtype)[:, None]
-        s = biased(s * score_factor(softmax), block.bias, m0, block.n0, at, n, shift, block.offset)
+        s = biased(s, score_factor(softmax), block.bias, m0, block.n0, at, n, shift, block.offset, 1)
         if block.bias.hides is not None:
             # Rows that see nothing, or past the end: the bias need not hide from them what it hides from all others.
             s = tl.where((lse2 == float("inf"))[None, :], float("-inf"), s)
@@ -582,7 +582,7 @@ def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
     if tile.bias.given is not None:
         shift = shift_of(tile.lengths, queries.offset)
         m, n = tl.arange(0, s.shape[0]).to(tile.n.dtype)[:, None], tile.n[None, :]
-        s = biased(s * score_factor(tile.softmax), tile.bias, queries.m0, n0, m, n, shift, queries.offset)
+        s = biased(s, score_factor(tile.softmax), tile.bias, queries.m0, n0, m, n, shift, queries.offset, tile.careful)
         if test:
             s = tl.where(tile_visible(tile, cols, KIND), s, float("-inf"))
         p = probabilities(s, queries.lse[:, None], tile.bias)
@@ -593,7 +593,8 @@ def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
         dp = tl.where(keep, dp * tile.dropout.scale, 0.0)
     ds = p * (dp - queries.delta[:, None])
     if tile.bias.given is not None:
-        ds = tl.where(s == float("-inf"), 0.0, ds)
+        if tile.careful is not None or tile.bias.hides is None:
+            ds = tl.where(s == float("-inf"), 0.0, ds)
         if tile.bias.gradient is not None:
             store_gradient(ds, tile.bias, queries.m0, n0, m, n, queries.offset)
         if tile.bias.sums is not None:

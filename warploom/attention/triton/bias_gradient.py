@@ -229,9 +229,9 @@ def bias_gradient_kernel(
                 in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None, None,
             )  # fmt: skip
             if bias_box is None:
-                s = biased(s * score_factor(softmax), bias, m0, n0, m[:, None], n[None, :], shift, offset)
+                s = biased(s, score_factor(softmax), bias, m0, n0, m[:, None], n[None, :], shift, offset, 1)
             else:
-                s = added(s * score_factor(softmax), given)
+                s = added(s, score_factor(softmax), given, 1)
             s = tl.where(seen, s, float("-inf"))
             first_tile = 0 if cu_q_ptr is None else lengths.first_q // ROW_TILE + batch
             tile_at = ((batch64 if cu_q_ptr is None else 0) * heads + head64) * row_tiles + first_tile

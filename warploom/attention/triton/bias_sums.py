@@ -45,6 +45,10 @@ class BiasGradient:
             self.result = bias.new_empty(bias.shape) if every else bias.new_zeros(bias.shape)
             self.of_rows = self.result
             return
+        if call.shared is not None:
+            every = not (features.left or features.right)
+            self.result = bias.new_empty(bias.shape) if every else bias.new_zeros(bias.shape)
+            return
         self.result = bias.new_empty(bias.shape)
         sequences = () if call.packed else (call.batches,)
         if self._way == "rows":
@@ -76,7 +80,7 @@ class BiasGradient:
         elif self._way == "columns":
             assert self.of_columns is not None
             self._sum(self.of_columns, self._call.seqlen_k, cu_q if cu_k is None else cu_k, None)
-        elif self._way in ("tensor", "distance"):
+        elif self._way in ("tensor", "distance") and self._call.shared is None:
             self._own((*tensors, rows), row_tiles, (*vectors, seed, *sequences))
 
     def _steps(self) -> tuple[int, int]:

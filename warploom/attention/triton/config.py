@@ -149,6 +149,38 @@ _STATS = {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 128, 8, 3), 256: Tiling(64,
 _STATS_FLOAT32 = {64: Tiling(32, 32, 4, 1), 128: Tiling(32, 16, 4, 1), 256: Tiling(32, 16, 8, 1)}
 
 
+@dataclass(frozen=True)
+class Shared:
+    """How batch entries that share a matrix make dQ and its gradient together."""
+
+    tiling: Tiling
+    entries: dict[int, int]  # the most of a launch, whose accumulators registers hold, by the bytes of a bias's element
+
+    def launches(self, batches: int, itemsize: int) -> tuple[int, ...]:
+        """Batch entries of each launch; none where they would be more than two.
+
+        A sum of the launches before is kept in the gradient, which rounds it: once is what an element's own rounding allows.
+        """
+        most = self.entries.get(itemsize, 0)
+        if batches < 2 or batches > 2 * most:
+            return ()
+        return (batches,) if batches <= most else (batches - batches // 2, batches // 2)
+
+
+# Keys and values of all entries are staged at once, beside their queries and dO: fp32 at 128 has no room. Compiled, not timed.
+_SHARED = {
+    64: Shared(Tiling(128, 32, 8, 2, boxes=True), {2: 4, 4: 3}),
+    128: Shared(Tiling(128, 32, 8, 2, boxes=True), {2: 2}),
+}
+
+
+def shared_tiling(features: Features, capability: int) -> Shared | None:
+    """The variant for a call whose batch entries share a matrix, which descriptors read; None where there is none."""
+    width = next(w for w in (64, 128, 256) if max(features.head_dim, features.head_dim_v) <= w)
+    plain = not (features.columns or features.dropout or features.q_offset or features.batch_invariant)
+    return _SHARED.get(width) if plain and features.bias == "tensor" and capability // 10 == 9 else None
+
+
 @cache
 def stats_tiling(features: Features) -> Tiling:
     """The tiles of the kernel of stats, of any device."""

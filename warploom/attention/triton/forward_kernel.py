@@ -60,7 +60,7 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     if tile.bias.given is not None:
         queries, shift = tile.queries, shift_of(tile.lengths, tile.queries.offset)
         m, n = tl.arange(0, s.shape[0]).to(tile.n.dtype)[:, None], tile.n[None, :]
-        s = biased(s * factor, tile.bias, queries.m0, n0, m, n, shift, queries.offset)
+        s = biased(s, factor, tile.bias, queries.m0, n0, m, n, shift, queries.offset, tile.careful)
         factor = 1.0
     if KIND == FULL and tile.bias.hides is None:
         new_top = tl.maximum(top, tl.max(s, 1) * factor)
