@@ -79,6 +79,12 @@ def _read(pointers):
 
 
 @triton.jit
+def entries_of(first, entry, entries):
+    """A table's entries, fp32; those before and behind it are its ends."""
+    return _read(first + clamp(entry, 0, entries - 1))
+
+
+@triton.jit
 def tile_of(box, r0, n0, M: tl.constexpr, N: tl.constexpr):
     """A tile (M, N) from row r0 and column n0 on; zeros past the ends."""
     return tl.reshape(box[0].load([box[1], box[2], tl.cast(r0, tl.int32), tl.cast(n0, tl.int32)]), (M, N))
@@ -122,8 +128,7 @@ def biased(s, factor, bias, m0, n0, m, n, shift, offset, careful):
         return s * factor - far(bias, m0, n0, m, n, shift) * bias.first
     else:
         if bias.rows is None:
-            entry = clamp(m + (m0 + (shift - n0) + bias.origin) - n, 0, bias.columns - 1)
-            b = _read(bias.first + entry)
+            b = entries_of(bias.first, m + (m0 + (shift - n0) + bias.origin) - n, bias.columns)
         else:
             r0 = m0 if offset is None else m0 + offset
             if bias.box is not None and n.shape[0] == 1:

@@ -18,6 +18,7 @@ from warploom.attention.triton.bias import (
     biased,
     box_of,
     column_stride,
+    entries_of,
     in_elements,
     probabilities,
     store_tile,
@@ -126,6 +127,7 @@ def bias_gradient_kernel(
     ROW_TILE: tl.constexpr,
     BIAS: tl.constexpr,
     BIAS_UNIT: tl.constexpr,
+    BOXES: tl.constexpr,
 ):
     """The sum of dscores over the tiles that a program owns.
 
@@ -133,7 +135,8 @@ def bias_gradient_kernel(
     descriptors of both, None where the copy engine cannot read it; `batch_steps`, `head_steps` say how many batch entries and
     heads share an element. Of distances it is fp32 (heads, slots, 2 N + 2): a histogram over the
     2 N - 1 distances of a diagonal of tiles, then what lies before and behind the table's entries. Histograms begin at entry
-    places_ptr[slot], int32, which may lie outside of the table.
+    places_ptr[slot], int32, which may lie outside of the table. BOXES: q_ptr, k_ptr, v_ptr and dout_ptr are descriptors of the
+    (batch, seqlen, heads, head_dim) tensors.
     """
     tl.static_assert(BIAS != "distance" or M == N)
     pid = tl.program_id(0)
@@ -148,10 +151,13 @@ def bias_gradient_kernel(
         near = over * M + shift_of(own, load_offset(offset_ptr, first_batch, first_batch < batches)) - (N - 1)
         steps = tl.where((first_batch < batches) & (own.k > 0), tl.maximum(steps, 0), 0)
         place = tl.where(steps > 0, near + bias_origin, _NOWHERE)
+        cut = False
         if left is not None:
             steps = tl.where(near > left, 0, steps)
+            cut = near + (M + N - 2) > left
         if right is not None:
             steps = tl.where(near + (M + N - 2) < -right, 0, steps)
+            cut = cut | (near < -right)
         if first_head == 0:
             tl.store(places_ptr + slot, place)
     else:
@@ -161,13 +167,14 @@ def bias_gradient_kernel(
         bias_heads = heads // head_steps
         first_batch, first_head = shared // bias_heads, shared % bias_heads
         steps = batch_steps * head_steps
-    # Where every batch entry hides the same elements, a tile that is hidden has no steps; elsewhere each step looks.
-    ALIKE: tl.constexpr = (
-        BIAS != "distance" and lts_ptr is None and ute_ptr is None and cu_q_ptr is None and offset_ptr is None
-    )
-    if ALIKE:
+    # Where every batch entry hides the same elements, a tile that is hidden has no steps; elsewhere each step looks. What a
+    # band hides it hides along the whole diagonal.
+    PLAIN: tl.constexpr = lts_ptr is None and ute_ptr is None
+    ALIKE: tl.constexpr = PLAIN and (BIAS == "distance" or (cu_q_ptr is None and offset_ptr is None))
+    if ALIKE and BIAS != "distance":
         shown = band_columns(r0, r0 + M, seqlen_k - seqlen_q, Band(left, right), seqlen_k)
         steps = tl.where((n0 < shown[1]) & (n0 + N > shown[0]) & (r0 < seqlen_q), steps, 0)
+        cut = (n0 < shown[2]) | (n0 + N > shown[3])
     total = tl.zeros([M, N], tl.float32)
     m, n = tl.arange(0, M), tl.arange(0, N)
     if WIDE:
@@ -181,6 +188,10 @@ def bias_gradient_kernel(
         # What shares an element of the gradient shares the bias.
         box = box_of(bias_box, stride_ab, stride_ah, first_batch, first_head)
         given = narrowed(tile_of(box, r0, n0, M, N))
+    elif BIAS == "distance":
+        entries = bias_values(bias_ptr, stride_ab, stride_ah, first_batch, first_head, first_batch < batches, BIAS, BIAS_UNIT)
+        first_entry = near + (N - 1) + bias_origin
+        given = entries_of(entries, first_entry + m[:, None] - n[None, :], in_elements(bias_columns, BIAS_UNIT))
     for step in range(steps):
         if BIAS == "distance":
             batch, head = first_batch, first_head
@@ -208,19 +219,29 @@ def bias_gradient_kernel(
         seen = visible(rows[:, None], cols[None, :], vectors, columns, band, shift, lengths.k) & inside[:, None]
         if ALIKE:
             shows = True
+            test = cut | (n0 + N > lengths.k) | (m0 + M > lengths.q)
         else:
+            test = True
             shows = tl.max(tl.max(seen.to(tl.int32), 1), 0) != 0
         if shows:
             row, column = (lengths.first_q + rows).to(tl.int64), (lengths.first_k + cols).to(tl.int64)
-            q_at = q_ptr + (batch64 * stride_qb + head64 * stride_qh) * UNIT
-            g_at = dout_ptr + (batch64 * stride_gb + head64 * stride_gh) * UNIT
-            k_at = k_ptr + (batch64 * stride_kb + tl.cast(head // group, tl.int64) * stride_kh) * UNIT
-            v_at = v_ptr + (batch64 * stride_vb + tl.cast(head // group, tl.int64) * stride_vh) * UNIT
-            q = load_rows(q_at + (row * (stride_qs * UNIT))[:, None] + dims[None, :], inside, live, True)
-            k = load_rows(k_at + (column * (stride_ks * UNIT))[:, None] + dims[None, :], there, live, True)
+            if BOXES:
+                q = tl.reshape(q_ptr.load([batch, m0, head, 0]), (M, D))
+                k = tl.reshape(k_ptr.load([batch, n0, head // group, 0]), (N, D))
+            else:
+                q_at = q_ptr + (batch64 * stride_qb + head64 * stride_qh) * UNIT
+                k_at = k_ptr + (batch64 * stride_kb + tl.cast(head // group, tl.int64) * stride_kh) * UNIT
+                q = load_rows(q_at + (row * (stride_qs * UNIT))[:, None] + dims[None, :], inside, live, True)
+                k = load_rows(k_at + (column * (stride_ks * UNIT))[:, None] + dims[None, :], there, live, True)
             s, _ = scores(dot(q, tl.trans(k), None), softmax)
-            dout = load_rows(g_at + (row * (stride_gs * UNIT))[:, None] + dims_v[None, :], inside, live_v, True)
-            v = load_rows(v_at + (column * (stride_vs * UNIT))[:, None] + dims_v[None, :], there, live_v, True)
+            if BOXES:
+                dout = tl.reshape(dout_ptr.load([batch, m0, head, 0]), (M, DV))
+                v = tl.reshape(v_ptr.load([batch, n0, head // group, 0]), (N, DV))
+            else:
+                g_at = dout_ptr + (batch64 * stride_gb + head64 * stride_gh) * UNIT
+                v_at = v_ptr + (batch64 * stride_vb + tl.cast(head // group, tl.int64) * stride_vh) * UNIT
+                dout = load_rows(g_at + (row * (stride_gs * UNIT))[:, None] + dims_v[None, :], inside, live_v, True)
+                v = load_rows(v_at + (column * (stride_vs * UNIT))[:, None] + dims_v[None, :], there, live_v, True)
             dp = dot(dout, tl.trans(v), None)
             bias = Bias(
                 1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
@@ -228,11 +249,12 @@ def bias_gradient_kernel(
                 in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
                 in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None, None,
             )  # fmt: skip
-            if bias_box is None:
+            if bias_box is None and BIAS != "distance":
                 s = biased(s, score_factor(softmax), bias, m0, n0, m[:, None], n[None, :], shift, offset, 1)
             else:
                 s = added(s, score_factor(softmax), given, 1)
-            s = tl.where(seen, s, float("-inf"))
+            if test:
+                s = tl.where(seen, s, float("-inf"))
             first_tile = 0 if cu_q_ptr is None else lengths.first_q // ROW_TILE + batch
             tile_at = ((batch64 if cu_q_ptr is None else 0) * heads + head64) * row_tiles + first_tile
             at = rows_ptr + tile_at * (2 * ROW_TILE) + (rows // ROW_TILE * (2 * ROW_TILE) + rows % ROW_TILE)

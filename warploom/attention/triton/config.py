@@ -117,9 +117,9 @@ _BIASED = {
 # channels, not causal, ms; before, through shared memory, at the tiles above.
 _DISTANCES = {
     # Forward 4.7 against 28.2; dK/dV 6.8 against 35.5; dQ 5.4 against 30.9; the gradient 12.4 against 20.6.
-    64: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3), dtable=Tiling(64, 64, 4, 1)),
+    64: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3), dtable=Tiling(64, 64, 4, 2, boxes=True)),
     # Forward 3.2 against 15.1; dK/dV 5.2 against 21.6; dQ 3.5 against 17.8; the gradient 8.0 against 12.8.
-    128: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3), dtable=Tiling(64, 64, 4, 1)),
+    128: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3), dtable=Tiling(64, 64, 4, 2, boxes=True)),
     256: _CROWDED[256],
 }
 # Where the copy engine brings a tensor's tiles; likewise.
@@ -203,8 +203,9 @@ def config(features: Features, capability: int, boxes: bool, bias_boxes: bool = 
             if features.columns or features.dropout:
                 return _CROWDED[width]
             if features.bias == "distance":
-                return _DISTANCES[width]
-            found = (_BIASED_BOXES if bias_boxes else _BIASED)[width]
+                found = _DISTANCES[width]
+            else:
+                found = (_BIASED_BOXES if bias_boxes else _BIASED)[width]
             return found if boxes and not features.batch_invariant else _by_pointers(found)
         if features.dtype == torch.float32:
             return replace(_unstaged(_FLOAT32[width]), dbias=Tiling(16, 16, 4, 1), dtable=Tiling(16, 16, 4, 1))
@@ -228,7 +229,7 @@ def config(features: Features, capability: int, boxes: bool, bias_boxes: bool = 
 
 def _by_pointers(found: Config) -> Config:
     """The same without boxes of queries, keys and values."""
-    names = ("forward", "dkdv", "dq")
+    names = ("forward", "dkdv", "dq", "dbias", "dtable")
     return replace(found, **{name: replace(getattr(found, name), boxes=False) for name in names})
 
 
