@@ -21,6 +21,7 @@ from warploom.attention.triton.device import (
     Pages,
     Queries,
     Softmax,
+    in_turn,
     kept,
     load_keys,
     load_rows,
@@ -194,11 +195,16 @@ def forward_kernel(
     ASCENDING: see `warploom.attention.triton.walk.walk`.
     """
     pid = tl.program_id(0)
-    tile_index = tiles - 1 - pid % tiles
-    pid = pid // tiles
-    head = pid % heads
+    if BIAS == "tensor" and cu_q_ptr is None:
+        tile, head, entry = in_turn(pid, tiles, heads, batches, stride_ab)
+        tile_index = tiles - 1 - tile
+    else:
+        tile_index = tiles - 1 - pid % tiles
+        pid = pid // tiles
+        head = pid % heads
+        entry = pid // heads
     lengths, m0 = packed_query_tile(
-        tile_index, pid // heads, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M
+        tile_index, entry, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M
     )
     if (m0 < 0) | (m0 >= lengths.q):
         return
