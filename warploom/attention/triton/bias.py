@@ -122,7 +122,8 @@ def far(bias, m0, n0, m, n, shift):
 def biased(s, factor, bias, m0, n0, m, n, shift, offset, careful):
     """Scores in log2 units, `s` times a factor, with the bias of their elements.
 
-    `offset`: of the rows in the whole sequence, by which a tensor's are counted; None: they are its own. `careful`: see `added`.
+    `offset`: of the rows in the whole sequence, by which a tensor's are counted; None: they are its own. `careful`: as `added`
+    has it.
     """
     if bias.hides is None:
         return s * factor - far(bias, m0, n0, m, n, shift) * bias.first

@@ -120,8 +120,11 @@ class BiasGradient:
         numbers = (call.batches, slots, tiles_q, tiles_k, *steps, row_tiles, *call.lengths, *call.mask, *call.bias)
         launch = _gradient_launch(call.variant, tiling, call.config.dkdv.m)
         boxes = (None, None) if distance else (bias_box(self._bias, tiling, call.variant), self.box(tiling))
-        rows_and_keys = rows_boxes(tensors[:4], (tiling.m, tiling.n, tiling.n, tiling.m), call.variant) if tiling.boxes else tensors[:4]
-        launch((programs, 1), *rows_and_keys, tensors[4], self._bias, *boxes, to, places, *behind, *call.strides, *call.mask_strides, *numbers)
+        read: Sequence[Tensor | TensorDescriptor] = tensors[:4]
+        if tiling.boxes:
+            read = rows_boxes(tensors[:4], (tiling.m, tiling.n, tiling.n, tiling.m), call.variant)
+        given = (*read, tensors[4], self._bias, *boxes, to, places, *behind)
+        launch((programs, 1), *given, *call.strides, *call.mask_strides, *numbers)
         if distance:
             heads, entries = result.shape
             blocks = -(-entries // _BLOCK)

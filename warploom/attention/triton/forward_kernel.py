@@ -203,9 +203,7 @@ def forward_kernel(
         pid = pid // tiles
         head = pid % heads
         entry = pid // heads
-    lengths, m0 = packed_query_tile(
-        tile_index, entry, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M
-    )
+    lengths, m0 = packed_query_tile(tile_index, entry, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M)
     if (m0 < 0) | (m0 >= lengths.q):
         return
     batch = tl.cast(lengths.batch, tl.int64)

@@ -5,6 +5,7 @@ accumulators of dQ stay in registers, and the sum of their dscores is stored onc
 keys, and dO by values, once more.
 """
 
+# ruff: noqa: RUF005 - Triton knows no starred elements of a tuple
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
         total += ds
         if tile.softmax.softcap is not None:
             ds = tl.where(s == float("-inf"), 0.0, ds * (1.0 - bent * bent))
-        found = found + (dot(ds.to(k.dtype), shown_only(k, s, tile), state[i]),)
+        found = found + (dot(ds.to(k.dtype), shown_only(k, s, tile), state[i]),)  # type: ignore[assignment]
     if tile.careful is None or bias.before is None:
         store_tile((bias.gradient, 0, queries.head), total, queries.m0, n0)
     return found
@@ -176,13 +177,14 @@ def shared_dq_kernel(
         batch = tl.cast(first_batch + i, tl.int64)
         q_at = q_ptr + (batch * stride_qb + head64 * stride_qh) * UNIT
         g_at = dout_ptr + (batch * stride_gb + head64 * stride_gh) * UNIT
-        q = q + (load_rows(q_at + (row * (stride_qs * UNIT))[:, None] + dims[None, :], inside, live, True),)
-        dout = dout + (load_rows(g_at + (row * (stride_gs * UNIT))[:, None] + dims_v[None, :], inside, live_v, True),)
+        q_tile = load_rows(q_at + (row * (stride_qs * UNIT))[:, None] + dims[None, :], inside, live, True)
+        dout_tile = load_rows(g_at + (row * (stride_gs * UNIT))[:, None] + dims_v[None, :], inside, live_v, True)
+        q, dout = q + (q_tile,), dout + (dout_tile,)  # type: ignore[assignment]
         # Row r of (tiles, 2, ROW_TILE).
         at = rows_ptr + (batch * heads + head) * row_tiles * (2 * ROW_TILE) + (rows // ROW_TILE * ROW_TILE + rows)
-        lse = lse + (tl.load(at, mask=inside, other=float("inf")),)
-        delta = delta + (tl.load(at + ROW_TILE, mask=inside, other=0.0),)
-        state = state + (tl.zeros([M, D], tl.float32),)
+        lse = lse + (tl.load(at, mask=inside, other=float("inf")),)  # type: ignore[assignment]
+        delta = delta + (tl.load(at + ROW_TILE, mask=inside, other=0.0),)  # type: ignore[assignment]
+        state = state + (tl.zeros([M, D], tl.float32),)  # type: ignore[assignment]
     queries = Queries(q, dout, lse, delta, m0, rows, head, None)
     lengths = Lengths(first_batch, seqlen_q, seqlen_k, 0, 0)
     k, v = Keys(k_boxes, None, None, None, dims, live), Keys(v_boxes, None, None, None, dims_v, live_v)
