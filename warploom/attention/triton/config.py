@@ -116,9 +116,9 @@ _BIASED = {
 # With a table of distances, which is read into registers at once. Measured on an H200, T5's buckets of 2 × 8,192 tokens, 2,048
 # channels, not causal, ms; before, through shared memory, at the tiles above.
 _DISTANCES = {
-    # Forward 4.7 against 28.2; dK/dV 6.8 against 35.5; dQ 5.4 against 30.9; the gradient 12.4 against 20.6.
+    # Forward 4.7 against 28.2; dK/dV 6.8 against 35.5; dQ 5.4 against 30.9; the gradient 12.4 against 20.6, now compiled alone.
     64: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3), dtable=Tiling(64, 64, 4, 2, boxes=True)),
-    # Forward 3.2 against 15.1; dK/dV 5.2 against 21.6; dQ 3.5 against 17.8; the gradient 8.0 against 12.8.
+    # Forward 3.2 against 15.1; dK/dV 5.2 against 21.6; dQ 3.5 against 17.8; the gradient 8.0 against 12.8, now compiled alone.
     128: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3), dtable=Tiling(64, 64, 4, 2, boxes=True)),
     256: _CROWDED[256],
 }
@@ -167,7 +167,8 @@ class Shared:
         return (batches,) if batches <= most else (batches - batches // 2, batches // 2)
 
 
-# Keys and values of all entries are staged at once, beside their queries and dO: fp32 at 128 has no room. Compiled, not timed.
+# Keys and values of all entries are staged at once, beside their queries and dO: fp32 at 128 has no room. Compiled, not timed:
+# tiles and entries that leave nothing on the stack in the loops.
 _SHARED = {
     64: Shared(Tiling(128, 32, 8, 2, boxes=True), {2: 4, 4: 3}),
     128: Shared(Tiling(128, 32, 8, 2, boxes=True), {2: 2}),
