@@ -233,6 +233,11 @@ def test_a_distance_of_minus_infinity_is_a_window(seed: int) -> None:
     found = passes(dense("triton", "relative"), [*tensors, table])
     same(found[:5], passes(windowed, tensors))
     assert not found[5][:, [0, -1]].any() and found[5][:, 1:-1].any()
+    poisoned = [tensors[0], *[t.clone() for t in tensors[1:]]]
+    for t in poisoned[1:]:
+        t[:, :20] = NAN  # 25 keys and more before every query's window
+    for a, b in zip(passes(dense("triton", "relative"), [*poisoned, table]), found, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("fill", [NAN, -INF])
