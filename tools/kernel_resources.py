@@ -161,7 +161,10 @@ INVARIANT: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
 def _biased(q: Tensor, k: Tensor, v: Tensor, kind: str, dtype: torch.dtype | None = None, **options: Any) -> AttentionArgs:
     """A call whose bias asks for a gradient: a kind of problem.AttentionArgs, or how a tensor's elements are shared."""
     dtype = q.dtype if dtype is None else dtype
-    shapes = {"matrix": (1, 2, _SEQLEN, _SEQLEN), "heads": (1, 1, _SEQLEN, _SEQLEN), "keys": (1, 2, 1, _SEQLEN)}
+    if kind == "entries":  # whose batch entries share it
+        q, k, v = (t.expand(4, -1, -1, -1).contiguous() for t in (q, k, v))
+    matrix = (1, 2, _SEQLEN, _SEQLEN)
+    shapes = {"matrix": matrix, "entries": matrix, "heads": (1, 1, _SEQLEN, _SEQLEN), "keys": (1, 2, 1, _SEQLEN)}
     shape = shapes.get(kind) or {"alibi": (1, 2), "distance": (2, 511)}[kind]
     bias = torch.zeros(shape, dtype=dtype if kind in shapes else torch.float32)
     args = (_packed if options.pop("packed", False) else _dense)(q, k, v, **options)
@@ -175,6 +178,8 @@ BIASES: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
     "bias matrix, fp32, columns, dropout": (
         _biased, {"kind": "matrix", "dtype": torch.float32, "mask": masks.Document([100, 156]), **_DROPPED},
     ),
+    "bias of batch entries": (_biased, {"kind": "entries"}),
+    "bias of batch entries, causal, softcap": (_biased, {"kind": "entries", "causal": True, "softcap": 5.0}),
     "bias of all heads": (_biased, {"kind": "heads"}),
     "bias of all heads, columns, dropout": (_biased, {"kind": "heads", "mask": masks.Document([100, 156]), **_DROPPED}),
     "bias of keys": (_biased, {"kind": "keys"}),
@@ -328,7 +333,7 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
     def planned(shape: decode_plan.Shape) -> decode_plan.Plan:
         return decode_plan.plan.__wrapped__(shape._replace(device=0))
 
-    caches = (run._forward_launch, run._rows_launch, run._dkdv_launch, run._dq_launch, decode_tree._launch)
+    caches = (run._forward_launch, run._rows_launch, run._dkdv_launch, run._dq_launch, run._shared_launch, decode_tree._launch)
     caches += (bias_sums._gradient_launch, bias_sums._sums_launch, bias_sums._distance_launch)
     caches += (stats._stats_launch, stats._largest_launch)
     for cached in caches:

@@ -66,6 +66,34 @@ def test_many_tiles(kind: str, options: dict[str, Any], head_dim: int) -> None:
         check(call, kind, "triton", torch.bfloat16 if KINDS[kind].build is KINDS["full"].build else torch.float32)
 
 
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 3.0, "causal": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("batch", [2, 3, 4, 7])
+def test_batch_entries_that_share_a_matrix(batch: int, head_dim: int, options: dict[str, Any], bias_dtype: torch.dtype) -> None:
+    """One launch, two, or a pass of its own."""
+    call = Call(seed(), batch, 300, 336, 4, 2, head_dim, dtype=torch.bfloat16, device="cuda", keywords=options)
+    check(call, "of heads", "triton", bias_dtype)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7])
+def test_what_minus_infinity_hides_changes_no_bit(batch: int) -> None:
+    """Keys are walked by once more where NaN came of the first time."""
+    for head_dim in (64, 128):
+        q, k, v, bias = drawn("of heads", (batch, 4, 300, 336), torch.bfloat16, head_dim)
+        shown = torch.ones(bias.shape, dtype=torch.bool, device="cuda")
+        shown[..., 100:180] = shown[:, 1, 17] = False
+        bias = bias.masked_fill(~shown, -INF).bfloat16()
+        poisoned = [t.clone() for t in (q, k, v)]
+        poisoned[0][0, 17, 1] = NAN
+        poisoned[1][-1, 100:150] = NAN
+        poisoned[2][0, 130:180] = INF
+        want = run([q, k, v, bias], "of heads")
+        for a, b in zip(run([*poisoned, bias], "of heads"), want, strict=True):
+            assert torch.equal(a, b) and not a.isnan().any()
+        assert not want[5].masked_select(~shown).any()
+
+
 @pytest.mark.parametrize("kind", WAYS)
 def test_columns_dropout_sink_and_softcap(kind: str) -> None:
     tensors = drawn(kind, (2, 4, 200, 270), torch.float32)

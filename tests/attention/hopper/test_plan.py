@@ -48,7 +48,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 495
+    assert len({c.name for c in found}) == len(found) <= 498
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -174,10 +174,18 @@ def test_a_table_that_asks_for_a_gradient_is_left_to_others_unless_the_backend_i
 
 def test_alibi_of_common_models_is_prepared() -> None:
     forward, backward = {c.name for c in named_set()}, {c.name for c in backward_set()}
-    for dim, layout, length in product((64, 128), ("dense", "varlen"), (1000, 9000)):
-        call = problem(head_dim=dim, head_dim_v=dim, layout=layout, right=0, seqlen_q=length, seqlen_k=length, bias="alibi")
+    layouts: list[tuple[str, int | None]] = [("dense", 0), ("varlen", 0), ("dense", None)]
+    for dim, (layout, right), length in product((64, 128), layouts, (1000, 9000)):
+        call = problem(head_dim=dim, head_dim_v=dim, layout=layout, right=right, seqlen_q=length, seqlen_k=length, bias="alibi")
         assert config_for(call).name in forward and "_alibi" in config_for(call).name
         assert plan.backward_config_for(replace(call, heads_q=1)).name in backward
+
+
+def test_the_largest_logits_of_long_causal_calls_are_prepared() -> None:
+    names = {c.name for c in named_set()}
+    for dim in (64, 128):
+        call = problem(head_dim=dim, head_dim_v=dim, right=0, seqlen_q=9000, seqlen_k=9000, dtype=torch.bfloat16)
+        assert plan.with_largest(config_for(call)).name in names
 
 
 def test_tables_of_common_models_are_prepared() -> None:

@@ -17,7 +17,7 @@ from tests.attention.interpreted.test_edges import TILINGS, Guards, guards, surr
 from warploom import masks
 from warploom.attention.arguments import varlen_args
 from warploom.attention.chunks import attention_chunks
-from warploom.attention.triton import BACKEND, bias_sums, call
+from warploom.attention.triton import BACKEND, bias_sums, call, run
 
 HALF = torch.float16  # the interpreter multiplies bfloat16 as integers
 INF, NAN = float("inf"), float("nan")
@@ -137,6 +137,49 @@ def test_any_strides(seed: int) -> None:
     same([*expanded[:5], expanded[5].sum((0, 3), keepdim=True)[:1]], shared)
 
 
+TOGETHER: dict[str, tuple[int, int, torch.dtype, dict[str, Any], list[tuple[int, bool]]]] = {
+    "one launch": (4, 16, HALF, {"causal": True}, [(4, False)]),
+    "two launches": (5, 16, HALF, {"softcap": 2.0}, [(3, False), (2, True)]),
+    "wide heads": (3, 72, HALF, {"scale": -0.2}, [(2, False), (1, True)]),
+    "fp32": (3, 40, torch.float32, {"causal": True}, [(3, False)]),
+    "too many": (9, 16, HALF, {}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_batch_entries_that_share_a_matrix(case: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dQ and the gradient by one walk, of some entries a launch."""
+    batch, head_dim, dtype, options, want = TOGETHER[case]
+    launches, make = [], run._shared_launch
+
+    def shared_launch(*arguments: Any) -> Any:
+        launches.append(arguments[-2:])
+        return make(*arguments)
+
+    monkeypatch.setattr(run, "_shared_launch", shared_launch)
+    check(Call(seed, batch, 40, 72, 4, 2, head_dim, dtype=HALF, keywords=options), "of heads", "triton", dtype)
+    assert launches == want
+
+
+@pytest.mark.parametrize("batch", [2, 6])  # one launch, and two
+def test_minus_infinity_hides_from_batch_entries_that_share_a_matrix(batch: int, seed: int) -> None:
+    clean = [t.detach() for t in Call(seed, batch, 40, 72, 2, 1, 16, dtype=HALF).tensors()[:3] if t is not None]
+    shown = torch.ones(1, 2, 40, 72, dtype=torch.bool)
+    shown[..., 33:47] = shown[:, :, 4] = False
+    bias = leaf_of("of heads", (batch, 2, 40, 72), seed, torch.float32).masked_fill(~shown, -INF).to(HALF)
+    poisoned = [t.clone() for t in clean]
+    poisoned[0][1, 4] = NAN
+    for t, first in zip(poisoned[1:], (33, 38), strict=True):
+        t[batch - 1, first : first + 9] = INF
+        t[0, first : first + 9, :, ::3] = NAN
+    want = passes(dense("triton"), [*clean, bias])
+    found = passes(dense("triton"), [*poisoned, bias])
+    assert not found[2][1, 4].any() and not found[5].masked_select(~shown).any()
+    for a, b in zip(found, want, strict=True):
+        assert a.isfinite().all() or a is found[1]
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_minus_infinity_hides_as_a_mask_does(causal: bool, seed: int) -> None:
     """NaN behind it included: in a key that no query sees, and in a query that sees no key."""
@@ -190,6 +233,11 @@ def test_a_distance_of_minus_infinity_is_a_window(seed: int) -> None:
     found = passes(dense("triton", "relative"), [*tensors, table])
     same(found[:5], passes(windowed, tensors))
     assert not found[5][:, [0, -1]].any() and found[5][:, 1:-1].any()
+    poisoned = [tensors[0], *[t.clone() for t in tensors[1:]]]
+    for t in poisoned[1:]:
+        t[:, :20] = NAN  # 25 keys and more before every query's window
+    for a, b in zip(passes(dense("triton", "relative"), [*poisoned, table]), found, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("fill", [NAN, -INF])
@@ -327,6 +375,7 @@ def test_a_frozen_bias_costs_no_gradient_pass(monkeypatch: pytest.MonkeyPatch, s
 
     for launch in ("_sums_launch", "_gradient_launch", "_distance_launch"):
         monkeypatch.setattr(bias_sums, launch, fail)
+    monkeypatch.setattr(run, "_shared_launch", fail)
     for kind in ("of heads", "alibi", "relative"):
         leaves = [t.requires_grad_() for t in inputs(seed)]
         leaf = leaf_of(kind, SHAPE, seed, torch.float32)

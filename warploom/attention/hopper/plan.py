@@ -300,9 +300,9 @@ def named_set() -> list[ForwardConfig]:
 
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
     under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
-    up to 8 queries of heads that share their keys. Causal ones with ALiBi, dense or packed, and dense ones with a table of
-    distances, full or causal, of the head dims that models have with them; causal ones over pages of 16 keys, the size that a
-    cache has where none is asked for.
+    up to 8 queries of heads that share their keys. In bfloat16, of the head dims that models have with them: with ALiBi dense
+    ones, full or causal, and causal packed ones; dense ones with a table of distances, full or causal; long causal ones that
+    find their largest logits. Causal ones over pages of 16 keys, the size that a cache has where none is asked for.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
@@ -312,6 +312,9 @@ def named_set() -> list[ForwardConfig]:
         found[config(Features(dtype, *dims, **band | extra), long)] = None
     for dims, varlen, long in product(WITH_BIAS, (False, True), (False, True)):
         found[config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), long)] = None
+    for dims in WITH_BIAS:
+        found[config(Features(torch.bfloat16, *dims, bias="alibi"), True)] = None
+        found[with_largest(config(Features(torch.bfloat16, *dims, right=True), True))] = None
     for dims, right, long in product(WITH_BIAS, (False, True), (False, True)):
         found[config(Features(torch.bfloat16, *dims, right=right, bias="distance"), long)] = None
     for dims, right, dtype in product(TILINGS, (False, True), DTYPES):
@@ -464,8 +467,8 @@ def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
     Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks,
-    deterministic or not; full and causal ones packed under a column mask; causal ones with ALiBi, dense or packed; dense ones
-    with a table of distances and its gradient, full or causal.
+    deterministic or not; full and causal ones packed under a column mask; with ALiBi dense ones, full or causal, and causal
+    packed ones; dense ones with a table of distances and its gradient, full or causal.
 
     Others are compiled when first called for.
     """
@@ -490,6 +493,7 @@ def backward_set() -> list[BackwardConfig]:
             found[backward_config(features, False)] = None
     for dims, varlen, short in product(WITH_BIAS, (False, True), (False, True)):
         found[backward_config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), short)] = None
+    found |= {backward_config(Features(torch.bfloat16, *dims, bias="alibi"), False): None for dims in WITH_BIAS}
     for dims, right, short in product(WITH_BIAS, (False, True), (False, True)):
         features = Features(torch.bfloat16, *dims, right=right, bias="distance", bias_grad=True)
         found[backward_config(features, short)] = None

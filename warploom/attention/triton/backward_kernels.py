@@ -37,6 +37,7 @@ from warploom.attention.triton.device import (
     Queries,
     Softmax,
     block_extrema,
+    in_turn,
     kept,
     live_columns,
     load_keys,
@@ -172,6 +173,7 @@ class Block(NamedTuple):
     band: Any
     offset: Any  # of the rows in the whole sequence; None where the call has no offsets
     bias: Any
+    careful: Any  # not None: what a bias hides counts as 0, whatever it holds; else NaN there stays NaN
 
 
 @triton.jit
@@ -233,8 +235,8 @@ def _dkdv_step(
     if block.bias.given is not None:
         shift = shift_of(lengths, block.offset)
         at, n = m[None, :], tl.arange(0, k.shape[0]).to(m.dtype)[:, None]
-        s = biased(s * score_factor(softmax), block.bias, m0, block.n0, at, n, shift, block.offset)
-        if block.bias.hides is not None:
+        s = biased(s, score_factor(softmax), block.bias, m0, block.n0, at, n, shift, block.offset, block.careful)
+        if block.careful is not None:
             # Rows that see nothing, or past the end: the bias need not hide from them what it hides from all others.
             s = tl.where((lse2 == float("inf"))[None, :], float("-inf"), s)
         if FOLD:
@@ -249,11 +251,11 @@ def _dkdv_step(
         rows = m0 + tl.arange(0, m.shape[0])
         shift = shift_of(lengths, block.offset)
         seen = visible(rows[None, :], block.cols[:, None], block.vectors, block.columns, block.band, shift, lengths.k)
-        if block.bias.hides is None:
+        if block.careful is None:
             p = tl.where(seen, p, 0.0)
         else:
             s = tl.where(seen, s, float("-inf"))
-    if block.bias.hides is not None:
+    if block.careful is not None:
         # NaN included: a key that the mask hides from some rows and the bias from all others is read.
         p = tl.where(s == float("-inf"), 0.0, p)
     if dropout.seed is not None:
@@ -270,13 +272,13 @@ def _dkdv_step(
             # Loaded late: sixteen registers a thread that the products above need.
             dp -= tl.load(delta_ptrs)[None, :]
         ds = p * dp
-        if block.bias.hides is not None:
+        if block.careful is not None:
             ds = tl.where(s == float("-inf"), 0.0, ds)
         if block.bias.sums is not None:
             found = sums[2] + tl.sum(ds, 1)
         if softmax.softcap is not None:
             ds = ds * (1.0 - bent * bent)
-            if block.bias.hides is not None:
+            if block.careful is not None:
                 ds = tl.where(s == float("-inf"), 0.0, ds)
         dk = dot(ds.to(q.dtype), q, dk)
     if block.bias.sums is not None and WITH_DK:
@@ -388,11 +390,15 @@ def dkdv_kernel(
     sums_ptr: where sums of dscores over rows go, fp32 (batch, heads, seqlen_k) or (heads, total_k), of a bias for all rows.
     """
     pid = tl.program_id(0)
-    tile = pid % tiles
-    heads_kv = heads // group
-    head_kv = pid // tiles % heads_kv
+    if BIAS == "tensor" and cu_q_ptr is None:
+        tile, head_kv, entry = in_turn(pid, tiles, heads // group, batches, stride_ab)
+    else:
+        tile = pid % tiles
+        heads_kv = heads // group
+        head_kv = pid // tiles % heads_kv
+        entry = pid // tiles // heads_kv
     if cu_q_ptr is None:
-        sequence, n0, first_q, first_k = pid // tiles // heads_kv, tile * N, 0, 0
+        sequence, n0, first_q, first_k = entry, tile * N, 0, 0
         len_q, stored, len_k = seqlen_q, seqlen_k, seqlen_k
         first_tile = 0
     else:
@@ -444,99 +450,109 @@ def dkdv_kernel(
     RUNS: tl.constexpr = 3 if HAS_COLUMNS else 1
     PARTS: tl.constexpr = 2 * RUNS if EDGES else RUNS
     SUMS: tl.constexpr = sums_ptr is not None
-    for g in range(group):
-        head = head_kv * group + g
-        head64 = tl.cast(head, tl.int64)
-        mask_at = batch * stride_mb + tl.cast(head // mask_group, tl.int64) * stride_mh + first_k
-        columns = Columns(
-            shifted(lts_ptr, mask_at),
-            shifted(lte_ptr, mask_at),
-            shifted(uts_ptr, mask_at),
-            shifted(ute_ptr, mask_at),
-        )
-        vectors = load_columns(columns, tl.minimum(cols, tl.maximum(len_k - 1, 0)))
-        lts, lte, uts, ute = of_chunk(vectors, columns, offset, len_q)
-        vectors = (lts[:, None], lte[:, None], uts[:, None], ute[:, None])
-        readable = (cols >= first) & (cols < last)
-        if lts_ptr is not None or ute_ptr is not None:
-            lts, lte, uts, ute, dead = normalised((lts, lte, uts, ute), columns, cols, band, len_q, shift)
-            readable = readable & (dead == 0)
-            if bounds_ptr is None:
-                # Columns past the end repeat the last one, which changes no extremum.
-                extrema = extrema_of(lts, lte, uts, ute)
-            else:
-                at = bounds_ptr + batch * stride_bb + tl.cast(head // mask_group, tl.int64) * stride_bh
-                extrema = block_extrema(at, n0, len_k, N)
-            runs = visible_runs(extrema, begin, end, count, len_q, M)
-        else:
-            runs = Runs(begin, end, end, end, end, end)
-        k = load_rows(k_ptrs, readable, live, True)
-        if WITH_DK:
-            v = load_rows(v_ptrs, readable, live_v, True)
-        else:
-            v = k
-
-        q_at = (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
-        dout_at = (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
-        q_rows = Rows(q_ptr if BOXES else q_ptr + q_at, stride_qs * UNIT, dims, live)
-        dout_rows = Rows(dout_ptr if BOXES else dout_ptr + dout_at, stride_gs * UNIT, dims_v, live_v)
-        edges_at = tile_at + g * row_tiles
-        rows_base = rows_ptr + edges_at * (2 * M)
-        dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)
-        bias = Bias(
-            1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
-            bias_values(bias_ptr, stride_ab, stride_ah, batch, head64, sequence < batches, BIAS, BIAS_UNIT),
-            in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
-            in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, 1 if SUMS else None,
-            box_of(bias_box, stride_ab, stride_ah, sequence, head),
-        )  # fmt: skip
-        block = Block(k, v, n0, cols, vectors, columns, band, offset, bias)
-        sums = (dk, dv)
-        if SUMS:
-            sums = (dk, dv, tl.zeros([N], tl.float32))  # type: ignore[assignment]
-        if EDGES:
-            first_edge, last_edge = _edge_tiles(edges_ptr + edges_at, begin, end)
-        for part in range(PARTS):
-            if EDGES:
-                # Each run is cut in two where edge tiles lie between.
-                a, b = run_of(runs, part // 2)
-                edge_a = clamp(first_edge, a, tl.maximum(a, b))
-                edge_b = clamp(last_edge, edge_a, tl.maximum(a, b))
-                if part % 2 == 0:
-                    b = edge_a
+    HIDES: tl.constexpr = BIAS == "tensor" or BIAS == "distance"
+    # Where all rows see something, keys are walked by once more, with care, if NaN came of the first time.
+    QUICK: tl.constexpr = HIDES and not EDGES
+    turns = group
+    for walked in tl.static_range(2 if QUICK else 1):
+        careful = 1 if HIDES and (EDGES or walked == 1) else None
+        if walked == 1:
+            again = holds_nan(dk) | holds_nan(dv)
+            turns = tl.where(again, group, 0)
+            dk, dv = tl.where(again, 0.0, dk), tl.where(again, 0.0, dv)
+        for g in range(turns):
+            head = head_kv * group + g
+            head64 = tl.cast(head, tl.int64)
+            mask_at = batch * stride_mb + tl.cast(head // mask_group, tl.int64) * stride_mh + first_k
+            columns = Columns(
+                shifted(lts_ptr, mask_at),
+                shifted(lte_ptr, mask_at),
+                shifted(uts_ptr, mask_at),
+                shifted(ute_ptr, mask_at),
+            )
+            vectors = load_columns(columns, tl.minimum(cols, tl.maximum(len_k - 1, 0)))
+            lts, lte, uts, ute = of_chunk(vectors, columns, offset, len_q)
+            vectors = (lts[:, None], lte[:, None], uts[:, None], ute[:, None])
+            readable = (cols >= first) & (cols < last)
+            if lts_ptr is not None or ute_ptr is not None:
+                lts, lte, uts, ute, dead = normalised((lts, lte, uts, ute), columns, cols, band, len_q, shift)
+                readable = readable & (dead == 0)
+                if bounds_ptr is None:
+                    # Columns past the end repeat the last one, which changes no extremum.
+                    extrema = extrema_of(lts, lte, uts, ute)
                 else:
-                    a = edge_b
-                    edge_a = edge_b
-                for m0 in tl.range(edge_a * M, edge_b * M, M):
-                    sums = _dkdv_step(
-                        sums, block, q_rows, dout_rows, rows_base, m, m0, head, lengths, softmax, dropout,
-                        True, EDGE, TAIL, BOXES, WITH_DK, WITH_DV,
-                    )  # fmt: skip
+                    at = bounds_ptr + batch * stride_bb + tl.cast(head // mask_group, tl.int64) * stride_bh
+                    extrema = block_extrema(at, n0, len_k, N)
+                runs = visible_runs(extrema, begin, end, count, len_q, M)
             else:
-                a, b = run_of(runs, part)
-            # An empty pipeline would fill and drain all the same. (Beside an edge loop a guard would make ptxas serialise
-            # the products.)
-            for _ in range(1 if EDGES else (a < b).to(tl.int32)):
-                for m0 in tl.range(a * M, b * M, M):
-                    # Scalars decide whether any of the tile's elements may be hidden.
-                    test = False
-                    if right is not None:
-                        test = m0 < all_from
-                    if left is not None:
-                        test = test | (m0 > all_until)
-                    if lts_ptr is not None:
-                        test = test | ((m0 < extrema.lte_max) & (m0 + M > extrema.lts_min))
-                    if ute_ptr is not None or lts_ptr is not None:
-                        test = test | ((m0 < extrema.ute_max) & (m0 + M > extrema.uts_min))
-                    sums = _dkdv_step(
-                        sums, block, q_rows, dout_rows, rows_base, m, m0, head, lengths, softmax, dropout,
-                        test, MIXED, TAIL, BOXES, WITH_DK, WITH_DV,
-                    )  # fmt: skip
+                runs = Runs(begin, end, end, end, end, end)
+            k = load_rows(k_ptrs, readable, live, True)
+            if WITH_DK:
+                v = load_rows(v_ptrs, readable, live_v, True)
+            else:
+                v = k
 
-        dk, dv = sums[0], sums[1]
-        if SUMS:
-            to = sums_ptr + ((batch if cu_q_ptr is None else 0) * heads + head64) * seqlen_k + row
-            tl.store(to, tl.where(cols < len_k, sums[2], 0.0), mask=cols < stored)  # type: ignore[misc]
+            q_at = (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
+            dout_at = (batch * stride_gb + head64 * stride_gh + tl.cast(first_q, tl.int64) * stride_gs) * UNIT
+            q_rows = Rows(q_ptr if BOXES else q_ptr + q_at, stride_qs * UNIT, dims, live)
+            dout_rows = Rows(dout_ptr if BOXES else dout_ptr + dout_at, stride_gs * UNIT, dims_v, live_v)
+            edges_at = tile_at + g * row_tiles
+            rows_base = rows_ptr + edges_at * (2 * M)
+            dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)
+            bias = Bias(
+                1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
+                bias_values(bias_ptr, stride_ab, stride_ah, batch, head64, sequence < batches, BIAS, BIAS_UNIT),
+                in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
+                in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, 1 if SUMS else None,
+                box_of(bias_box, stride_ab, stride_ah, sequence, head),
+            )  # fmt: skip
+            block = Block(k, v, n0, cols, vectors, columns, band, offset, bias, careful)
+            sums = (dk, dv)
+            if SUMS:
+                sums = (dk, dv, tl.zeros([N], tl.float32))  # type: ignore[assignment]
+            if EDGES:
+                first_edge, last_edge = _edge_tiles(edges_ptr + edges_at, begin, end)
+            for part in range(PARTS):
+                if EDGES:
+                    # Each run is cut in two where edge tiles lie between.
+                    a, b = run_of(runs, part // 2)
+                    edge_a = clamp(first_edge, a, tl.maximum(a, b))
+                    edge_b = clamp(last_edge, edge_a, tl.maximum(a, b))
+                    if part % 2 == 0:
+                        b = edge_a
+                    else:
+                        a = edge_b
+                        edge_a = edge_b
+                    for m0 in tl.range(edge_a * M, edge_b * M, M):
+                        sums = _dkdv_step(
+                            sums, block, q_rows, dout_rows, rows_base, m, m0, head, lengths, softmax, dropout,
+                            True, EDGE, TAIL, BOXES, WITH_DK, WITH_DV,
+                        )  # fmt: skip
+                else:
+                    a, b = run_of(runs, part)
+                # An empty pipeline would fill and drain all the same. (Beside an edge loop a guard would make ptxas serialise
+                # the products.)
+                for _ in range(1 if EDGES else (a < b).to(tl.int32)):
+                    for m0 in tl.range(a * M, b * M, M):
+                        # Scalars decide whether any of the tile's elements may be hidden.
+                        test = False
+                        if right is not None:
+                            test = m0 < all_from
+                        if left is not None:
+                            test = test | (m0 > all_until)
+                        if lts_ptr is not None:
+                            test = test | ((m0 < extrema.lte_max) & (m0 + M > extrema.lts_min))
+                        if ute_ptr is not None or lts_ptr is not None:
+                            test = test | ((m0 < extrema.ute_max) & (m0 + M > extrema.uts_min))
+                        sums = _dkdv_step(
+                            sums, block, q_rows, dout_rows, rows_base, m, m0, head, lengths, softmax, dropout,
+                            test, MIXED, TAIL, BOXES, WITH_DK, WITH_DV,
+                        )  # fmt: skip
+
+            dk, dv = sums[0], sums[1]
+            if SUMS:
+                to = sums_ptr + ((batch if cu_q_ptr is None else 0) * heads + head64) * seqlen_k + row
+                tl.store(to, tl.where(cols < len_k, sums[2], 0.0), mask=cols < stored)  # type: ignore[misc]
 
     if seed_ptr is not None:
         dv *= keep_scale
@@ -591,7 +607,7 @@ def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
     if tile.bias.given is not None:
         shift = shift_of(tile.lengths, queries.offset)
         m, n = tl.arange(0, s.shape[0]).to(tile.n.dtype)[:, None], tile.n[None, :]
-        s = biased(s * score_factor(tile.softmax), tile.bias, queries.m0, n0, m, n, shift, queries.offset)
+        s = biased(s, score_factor(tile.softmax), tile.bias, queries.m0, n0, m, n, shift, queries.offset, tile.careful)
         if test:
             s = tl.where(tile_visible(tile, cols, KIND), s, float("-inf"))
         p = probabilities(s, queries.lse[:, None], tile.bias)
@@ -602,7 +618,8 @@ def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
         dp = tl.where(keep, dp * tile.dropout.scale, 0.0)
     ds = p * (dp - queries.delta[:, None])
     if tile.bias.given is not None:
-        ds = tl.where(s == float("-inf"), 0.0, ds)
+        if tile.careful is not None or tile.bias.hides is None:
+            ds = tl.where(s == float("-inf"), 0.0, ds)
         if tile.bias.gradient is not None:
             store_gradient(ds, tile.bias, queries.m0, n0, m, n, queries.offset)
         if tile.bias.sums is not None:
@@ -721,12 +738,15 @@ def dq_kernel(
     keys, of a bias for all keys, or times -|p - j| of slopes: fp32 (batch, heads, seqlen_q) or (heads, total_q).
     """
     pid = tl.program_id(0)
-    tile_index = tiles - 1 - pid % tiles
-    pid = pid // tiles
-    head = pid % heads
-    lengths, m0 = packed_query_tile(
-        tile_index, pid // heads, cu_q_ptr, cu_k_ptr, used_ptr, None, batches, seqlen_q, seqlen_k, M
-    )
+    if BIAS == "tensor" and cu_q_ptr is None:
+        tile, head, entry = in_turn(pid, tiles, heads, batches, stride_ab)
+        tile_index = tiles - 1 - tile
+    else:
+        tile_index = tiles - 1 - pid % tiles
+        pid = pid // tiles
+        head = pid % heads
+        entry = pid // heads
+    lengths, m0 = packed_query_tile(tile_index, entry, cu_q_ptr, cu_k_ptr, used_ptr, None, batches, seqlen_q, seqlen_k, M)
     if (m0 < 0) | (m0 >= lengths.q):
         return
     batch = tl.cast(lengths.batch, tl.int64)

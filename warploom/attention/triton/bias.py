@@ -79,6 +79,12 @@ def _read(pointers):
 
 
 @triton.jit
+def entries_of(first, entry, entries):
+    """A table's entries, fp32; those before and behind it are its ends."""
+    return _read(first + clamp(entry, 0, entries - 1))
+
+
+@triton.jit
 def tile_of(box, r0, n0, M: tl.constexpr, N: tl.constexpr):
     """A tile (M, N) from row r0 and column n0 on; zeros past the ends."""
     return tl.reshape(box[0].load([box[1], box[2], tl.cast(r0, tl.int32), tl.cast(n0, tl.int32)]), (M, N))
@@ -113,17 +119,17 @@ def far(bias, m0, n0, m, n, shift):
 
 
 @triton.jit
-def biased(s, bias, m0, n0, m, n, shift, offset):
-    """Scores in log2 units with the bias of their elements; -inf where that is -inf, whatever the score is.
+def biased(s, factor, bias, m0, n0, m, n, shift, offset, careful):
+    """Scores in log2 units, `s` times a factor, with the bias of their elements.
 
-    `offset`: of the rows in the whole sequence, by which a tensor's are counted; None: they are its own.
+    `offset`: of the rows in the whole sequence, by which a tensor's are counted; None: they are its own. `careful`: as `added`
+    has it.
     """
     if bias.hides is None:
-        return s - far(bias, m0, n0, m, n, shift) * bias.first
+        return s * factor - far(bias, m0, n0, m, n, shift) * bias.first
     else:
         if bias.rows is None:
-            entry = clamp(m + (m0 + (shift - n0) + bias.origin) - n, 0, bias.columns - 1)
-            b = _read(bias.first + entry)
+            b = entries_of(bias.first, m + (m0 + (shift - n0) + bias.origin) - n, bias.columns)
         else:
             r0 = m0 if offset is None else m0 + offset
             if bias.box is not None and n.shape[0] == 1:
@@ -143,7 +149,7 @@ def biased(s, bias, m0, n0, m, n, shift, offset):
                 inside = (m < bias.rows - r0) & (n < bias.columns - n0)
                 b = tl.load(at + (m * bias.row + n * bias.column), mask=inside, other=0.0)
             b = narrowed(b)
-        return added(s, b)
+        return added(s, factor, b, careful)
 
 
 @triton.jit
@@ -157,9 +163,20 @@ def stored():
 
 
 @triton.jit
-def added(s, b):
-    """Scores in log2 units and a tile of a bias in fp32; -inf where that is -inf."""
-    return tl.where(b == float("-inf"), float("-inf"), s + in_log2(b))
+def added(s, factor, b, careful):
+    """Scores `s` times a factor and a tile of a bias in fp32, in log2 units; -inf where that is -inf.
+
+    There NaN stays NaN unless `careful` is given: two instructions an element less, for who looks for NaN in what it sums.
+    """
+    if INTERPRETED:
+        found = s * factor + tl.where(b == float("-inf"), b, in_log2(b))
+    else:
+        # Towards zero, so that no finite number becomes -inf.
+        scaled = tl.inline_asm_elementwise("mul.rz.f32 $0, $1, 0f3FB8AA3B;", "=f,f", [b], tl.float32, True, 1)
+        found = tl.inline_asm_elementwise("fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [s, factor, scaled], tl.float32, True, 1)
+    if careful is not None:
+        found = tl.where(b == float("-inf"), float("-inf"), found)
+    return found
 
 
 @triton.jit

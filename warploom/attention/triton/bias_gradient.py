@@ -18,6 +18,8 @@ from warploom.attention.triton.bias import (
     biased,
     box_of,
     column_stride,
+    entries_of,
+    holds_nan,
     in_elements,
     probabilities,
     store_tile,
@@ -126,6 +128,7 @@ def bias_gradient_kernel(
     ROW_TILE: tl.constexpr,
     BIAS: tl.constexpr,
     BIAS_UNIT: tl.constexpr,
+    BOXES: tl.constexpr,
 ):
     """The sum of dscores over the tiles that a program owns.
 
@@ -133,7 +136,8 @@ def bias_gradient_kernel(
     descriptors of both, None where the copy engine cannot read it; `batch_steps`, `head_steps` say how many batch entries and
     heads share an element. Of distances it is fp32 (heads, slots, 2 N + 2): a histogram over the
     2 N - 1 distances of a diagonal of tiles, then what lies before and behind the table's entries. Histograms begin at entry
-    places_ptr[slot], int32, which may lie outside of the table.
+    places_ptr[slot], int32, which may lie outside of the table. BOXES: q_ptr, k_ptr, v_ptr and dout_ptr are descriptors of the
+    (batch, seqlen, heads, head_dim) tensors.
     """
     tl.static_assert(BIAS != "distance" or M == N)
     pid = tl.program_id(0)
@@ -148,10 +152,13 @@ def bias_gradient_kernel(
         near = over * M + shift_of(own, load_offset(offset_ptr, first_batch, first_batch < batches)) - (N - 1)
         steps = tl.where((first_batch < batches) & (own.k > 0), tl.maximum(steps, 0), 0)
         place = tl.where(steps > 0, near + bias_origin, _NOWHERE)
+        cut = False
         if left is not None:
             steps = tl.where(near > left, 0, steps)
+            cut = near + (M + N - 2) > left
         if right is not None:
             steps = tl.where(near + (M + N - 2) < -right, 0, steps)
+            cut = cut | (near < -right)
         if first_head == 0:
             tl.store(places_ptr + slot, place)
     else:
@@ -161,13 +168,14 @@ def bias_gradient_kernel(
         bias_heads = heads // head_steps
         first_batch, first_head = shared // bias_heads, shared % bias_heads
         steps = batch_steps * head_steps
-    # Where every batch entry hides the same elements, a tile that is hidden has no steps; elsewhere each step looks.
-    ALIKE: tl.constexpr = (
-        BIAS != "distance" and lts_ptr is None and ute_ptr is None and cu_q_ptr is None and offset_ptr is None
-    )
-    if ALIKE:
+    # Where every batch entry hides the same elements, a tile that is hidden has no steps; elsewhere each step looks. What a
+    # band hides it hides along the whole diagonal.
+    PLAIN: tl.constexpr = lts_ptr is None and ute_ptr is None
+    ALIKE: tl.constexpr = PLAIN and (BIAS == "distance" or (cu_q_ptr is None and offset_ptr is None))
+    if ALIKE and BIAS != "distance":
         shown = band_columns(r0, r0 + M, seqlen_k - seqlen_q, Band(left, right), seqlen_k)
         steps = tl.where((n0 < shown[1]) & (n0 + N > shown[0]) & (r0 < seqlen_q), steps, 0)
+        cut = (n0 < shown[2]) | (n0 + N > shown[3])
     total = tl.zeros([M, N], tl.float32)
     m, n = tl.arange(0, M), tl.arange(0, N)
     if WIDE:
@@ -181,69 +189,96 @@ def bias_gradient_kernel(
         # What shares an element of the gradient shares the bias.
         box = box_of(bias_box, stride_ab, stride_ah, first_batch, first_head)
         given = narrowed(tile_of(box, r0, n0, M, N))
-    for step in range(steps):
-        if BIAS == "distance":
-            batch, head = first_batch, first_head
-            m0, n0 = (row_tile + step) * M, (row_tile + step - over) * N
-        else:
-            batch, head = first_batch + step // head_steps, first_head + step % head_steps
-        lengths = _lengths(batch, cu_q_ptr, cu_k_ptr, used_ptr, batches, seqlen_q, seqlen_k)
-        offset = load_offset(offset_ptr, batch, batch < batches)
-        if BIAS != "distance":
-            m0 = r0 if offset is None else r0 - offset
-        rows, cols = m0 + tl.arange(0, M), n0 + tl.arange(0, N)
-        inside, there = (rows >= 0) & (rows < lengths.q), cols < lengths.k
-        shift = shift_of(lengths, offset)
-        batch64, head64 = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
-        mask_at = batch64 * stride_mb + tl.cast(head // mask_group, tl.int64) * stride_mh + lengths.first_k
-        columns = Columns(
-            shifted(lts_ptr, mask_at),
-            shifted(lte_ptr, mask_at),
-            shifted(uts_ptr, mask_at),
-            shifted(ute_ptr, mask_at),
-        )
-        vectors = load_columns(columns, tl.minimum(cols, tl.maximum(lengths.k - 1, 0)))
-        lts, lte, uts, ute = of_chunk(vectors, columns, offset, lengths.q)
-        vectors = (lts[None, :], lte[None, :], uts[None, :], ute[None, :])
-        seen = visible(rows[:, None], cols[None, :], vectors, columns, band, shift, lengths.k) & inside[:, None]
-        if ALIKE:
-            shows = True
-        else:
-            shows = tl.max(tl.max(seen.to(tl.int32), 1), 0) != 0
-        if shows:
-            row, column = (lengths.first_q + rows).to(tl.int64), (lengths.first_k + cols).to(tl.int64)
-            q_at = q_ptr + (batch64 * stride_qb + head64 * stride_qh) * UNIT
-            g_at = dout_ptr + (batch64 * stride_gb + head64 * stride_gh) * UNIT
-            k_at = k_ptr + (batch64 * stride_kb + tl.cast(head // group, tl.int64) * stride_kh) * UNIT
-            v_at = v_ptr + (batch64 * stride_vb + tl.cast(head // group, tl.int64) * stride_vh) * UNIT
-            q = load_rows(q_at + (row * (stride_qs * UNIT))[:, None] + dims[None, :], inside, live, True)
-            k = load_rows(k_at + (column * (stride_ks * UNIT))[:, None] + dims[None, :], there, live, True)
-            s, _ = scores(dot(q, tl.trans(k), None), softmax)
-            dout = load_rows(g_at + (row * (stride_gs * UNIT))[:, None] + dims_v[None, :], inside, live_v, True)
-            v = load_rows(v_at + (column * (stride_vs * UNIT))[:, None] + dims_v[None, :], there, live_v, True)
-            dp = dot(dout, tl.trans(v), None)
-            bias = Bias(
-                1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
-                bias_values(bias_ptr, stride_ab, stride_ah, batch64, head64, batch < batches, BIAS, BIAS_UNIT),
-                in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
-                in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None, None,
-            )  # fmt: skip
-            if bias_box is None:
-                s = biased(s * score_factor(softmax), bias, m0, n0, m[:, None], n[None, :], shift, offset)
+    elif BIAS == "distance":
+        entries = bias_values(bias_ptr, stride_ab, stride_ah, first_batch, first_head, first_batch < batches, BIAS, BIAS_UNIT)
+        first_entry = near + (N - 1) + bias_origin
+        given = entries_of(entries, first_entry + m[:, None] - n[None, :], in_elements(bias_columns, BIAS_UNIT))
+    # Once more, with care, if NaN came of the first time; beside the addresses of a tensor's tiles it would spill.
+    QUICK: tl.constexpr = ALIKE and (BIAS == "distance" or BOXES)
+    turns = steps
+    for walked in tl.static_range(2 if QUICK else 1):
+        careful = None if QUICK and walked == 0 else 1
+        if walked == 1:
+            again = holds_nan(total)
+            turns = tl.where(again, steps, 0)
+            total = tl.where(again, 0.0, total)
+        for step in range(turns):
+            if BIAS == "distance":
+                batch, head = first_batch, first_head
+                m0, n0 = (row_tile + step) * M, (row_tile + step - over) * N
             else:
-                s = added(s * score_factor(softmax), given)
-            s = tl.where(seen, s, float("-inf"))
-            first_tile = 0 if cu_q_ptr is None else lengths.first_q // ROW_TILE + batch
-            tile_at = ((batch64 if cu_q_ptr is None else 0) * heads + head64) * row_tiles + first_tile
-            at = rows_ptr + tile_at * (2 * ROW_TILE) + (rows // ROW_TILE * (2 * ROW_TILE) + rows % ROW_TILE)
-            lse2 = tl.load(at, mask=inside, other=float("inf"))
-            delta = tl.load(at + ROW_TILE, mask=inside, other=0.0)
-            p = probabilities(s, lse2[:, None], bias)
-            if seed_ptr is not None:
-                dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)
-                dp = tl.where(kept(dropout, batch, offset, m0, n0, M, N, False), dp * keep_scale, 0.0)
-            # No sum crosses elements before this: what is hidden is out of it, whatever it holds.
-            total += tl.where(s == float("-inf"), 0.0, p * (dp - delta[:, None]))
+                batch, head = first_batch + step // head_steps, first_head + step % head_steps
+            lengths = _lengths(batch, cu_q_ptr, cu_k_ptr, used_ptr, batches, seqlen_q, seqlen_k)
+            offset = load_offset(offset_ptr, batch, batch < batches)
+            if BIAS != "distance":
+                m0 = r0 if offset is None else r0 - offset
+            rows, cols = m0 + tl.arange(0, M), n0 + tl.arange(0, N)
+            inside, there = (rows >= 0) & (rows < lengths.q), cols < lengths.k
+            shift = shift_of(lengths, offset)
+            batch64, head64 = tl.cast(batch, tl.int64), tl.cast(head, tl.int64)
+            mask_at = batch64 * stride_mb + tl.cast(head // mask_group, tl.int64) * stride_mh + lengths.first_k
+            columns = Columns(
+                shifted(lts_ptr, mask_at),
+                shifted(lte_ptr, mask_at),
+                shifted(uts_ptr, mask_at),
+                shifted(ute_ptr, mask_at),
+            )
+            vectors = load_columns(columns, tl.minimum(cols, tl.maximum(lengths.k - 1, 0)))
+            lts, lte, uts, ute = of_chunk(vectors, columns, offset, lengths.q)
+            vectors = (lts[None, :], lte[None, :], uts[None, :], ute[None, :])
+            seen = visible(rows[:, None], cols[None, :], vectors, columns, band, shift, lengths.k) & inside[:, None]
+            if ALIKE:
+                shows = True
+                test = cut | (n0 + N > lengths.k) | (m0 + M > lengths.q)
+            else:
+                test = True
+                shows = tl.max(tl.max(seen.to(tl.int32), 1), 0) != 0
+            if shows:
+                row, column = (lengths.first_q + rows).to(tl.int64), (lengths.first_k + cols).to(tl.int64)
+                if BOXES:
+                    q = tl.reshape(q_ptr.load([batch, m0, head, 0]), (M, D))
+                    k = tl.reshape(k_ptr.load([batch, n0, head // group, 0]), (N, D))
+                else:
+                    q_at = q_ptr + (batch64 * stride_qb + head64 * stride_qh) * UNIT
+                    k_at = k_ptr + (batch64 * stride_kb + tl.cast(head // group, tl.int64) * stride_kh) * UNIT
+                    q = load_rows(q_at + (row * (stride_qs * UNIT))[:, None] + dims[None, :], inside, live, True)
+                    k = load_rows(k_at + (column * (stride_ks * UNIT))[:, None] + dims[None, :], there, live, True)
+                s, _ = scores(dot(q, tl.trans(k), None), softmax)
+                if BOXES:
+                    dout = tl.reshape(dout_ptr.load([batch, m0, head, 0]), (M, DV))
+                    v = tl.reshape(v_ptr.load([batch, n0, head // group, 0]), (N, DV))
+                else:
+                    g_at = dout_ptr + (batch64 * stride_gb + head64 * stride_gh) * UNIT
+                    v_at = v_ptr + (batch64 * stride_vb + tl.cast(head // group, tl.int64) * stride_vh) * UNIT
+                    dout = load_rows(g_at + (row * (stride_gs * UNIT))[:, None] + dims_v[None, :], inside, live_v, True)
+                    v = load_rows(v_at + (column * (stride_vs * UNIT))[:, None] + dims_v[None, :], there, live_v, True)
+                dp = dot(dout, tl.trans(v), None)
+                bias = Bias(
+                    1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
+                    bias_values(bias_ptr, stride_ab, stride_ah, batch64, head64, batch < batches, BIAS, BIAS_UNIT),
+                    in_elements(stride_aq, BIAS_UNIT), column_stride(stride_ak, BIAS_UNIT), bias_rows,
+                    in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None, None,
+                )  # fmt: skip
+                if bias_box is None and BIAS != "distance":
+                    s = biased(s, score_factor(softmax), bias, m0, n0, m[:, None], n[None, :], shift, offset, careful)
+                else:
+                    s = added(s, score_factor(softmax), given, careful)
+                if test:
+                    s = tl.where(seen, s, float("-inf"))
+                first_tile = 0 if cu_q_ptr is None else lengths.first_q // ROW_TILE + batch
+                tile_at = ((batch64 if cu_q_ptr is None else 0) * heads + head64) * row_tiles + first_tile
+                at = rows_ptr + tile_at * (2 * ROW_TILE) + (rows // ROW_TILE * (2 * ROW_TILE) + rows % ROW_TILE)
+                lse2 = tl.load(at, mask=inside, other=float("inf"))
+                delta = tl.load(at + ROW_TILE, mask=inside, other=0.0)
+                p = probabilities(s, lse2[:, None], bias)
+                if seed_ptr is not None:
+                    dropout = Dropout(seed_ptr, threshold, head, keep_scale, chunks)
+                    dp = tl.where(kept(dropout, batch, offset, m0, n0, M, N, False), dp * keep_scale, 0.0)
+                ds = p * (dp - delta[:, None])
+                if careful is not None:
+                    # No sum crosses elements before this: what is hidden is out of it, whatever it holds.
+                    ds = tl.where(s == float("-inf"), 0.0, ds)
+                total += ds
     if BIAS == "distance":
         w = tl.arange(0, 2 * N)[None, :]
         key = tl.arange(0, M)[:, None] + (N - 1) - w  # of each row, the one that lies so far

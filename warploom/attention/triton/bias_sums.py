@@ -45,6 +45,10 @@ class BiasGradient:
             self.result = bias.new_empty(bias.shape) if every else bias.new_zeros(bias.shape)
             self.of_rows = self.result
             return
+        if call.shared is not None:
+            every = not (features.left or features.right)
+            self.result = bias.new_empty(bias.shape) if every else bias.new_zeros(bias.shape)
+            return
         self.result = bias.new_empty(bias.shape)
         sequences = () if call.packed else (call.batches,)
         if self._way == "rows":
@@ -76,7 +80,7 @@ class BiasGradient:
         elif self._way == "columns":
             assert self.of_columns is not None
             self._sum(self.of_columns, self._call.seqlen_k, cu_q if cu_k is None else cu_k, None)
-        elif self._way in ("tensor", "distance"):
+        elif self._way in ("tensor", "distance") and self._call.shared is None:
             self._own((*tensors, rows), row_tiles, (*vectors, seed, *sequences))
 
     def _steps(self) -> tuple[int, int]:
@@ -116,12 +120,25 @@ class BiasGradient:
         numbers = (call.batches, slots, tiles_q, tiles_k, *steps, row_tiles, *call.lengths, *call.mask, *call.bias)
         launch = _gradient_launch(call.variant, tiling, call.config.dkdv.m)
         boxes = (None, None) if distance else (bias_box(self._bias, tiling, call.variant), self.box(tiling))
-        launch((programs, 1), *tensors, self._bias, *boxes, to, places, *behind, *call.strides, *call.mask_strides, *numbers)
+        read: Sequence[Tensor | TensorDescriptor] = tensors[:4]
+        if tiling.boxes:
+            read = rows_boxes(tensors[:4], (tiling.m, tiling.n, tiling.n, tiling.m), call.variant)
+        given = (*read, tensors[4], self._bias, *boxes, to, places, *behind)
+        launch((programs, 1), *given, *call.strides, *call.mask_strides, *numbers)
         if distance:
             heads, entries = result.shape
             blocks = -(-entries // _BLOCK)
             launch = _distance_launch(call.variant, tiling.n)
             launch((blocks * heads, 1), to, places, result, slots, entries, blocks)
+
+
+def rows_boxes(tensors: tuple[Tensor, ...], rows: tuple[int, ...], variant: Variant) -> list[TensorDescriptor]:
+    """How the copy engine reads so many rows of one head at a time of q, k, v and dout."""
+    width, width_v = dims(variant)["D"], dims(variant)["DV"]
+    return [
+        TensorDescriptor(t, list(t.shape), list(t.stride()), [1, n, 1, w])
+        for t, n, w in zip(tensors, rows, (width, width, width_v, width_v), strict=True)
+    ]
 
 
 def bias_box(bias: Tensor, tiling: Tiling, variant: Variant) -> TensorDescriptor | None:
@@ -145,8 +162,8 @@ def _gradient_launch(variant: Variant, tiling: Tiling, row_tile: int) -> Launch:
     assert variant.bias is not None
     options = {
         **dims(variant), "M": tiling.m, "N": tiling.n, "WIDE": variant.wide, "DESCENDING": variant.descending,
-        "ROW_TILE": row_tile, "BIAS": variant.bias.kind, "BIAS_UNIT": variant.bias.unit, "num_warps": tiling.warps,
-        "num_stages": tiling.stages,
+        "ROW_TILE": row_tile, "BIAS": variant.bias.kind, "BIAS_UNIT": variant.bias.unit, "BOXES": tiling.boxes,
+        "num_warps": tiling.warps, "num_stages": tiling.stages,
     }  # fmt: skip
     return Launch(bias_gradient_kernel, options, direct=variant.direct)
 

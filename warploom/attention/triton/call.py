@@ -13,7 +13,7 @@ from warploom.attention import philox
 from warploom.attention.band import seen
 from warploom.attention.features import Features
 from warploom.attention.problem import AttentionArgs
-from warploom.attention.triton.config import Config, config
+from warploom.attention.triton.config import Config, Tiling, config, shared_tiling
 from warploom.kernels.triton.widths import tile_widths
 from warploom.runtime.arguments import keeps_nothing
 from warploom.runtime.device import capability
@@ -81,6 +81,7 @@ class Call:
     lengths: tuple[int, ...]  # seqlen_q, seqlen_k, heads, group, mask_group
     mask: tuple[Any, ...]  # left, right, scale, softcap, threshold, keep_scale, chunks
     bias: tuple[int | None, ...] = (None,) * 7  # strides of batch, heads, rows and columns, rows, columns, origin
+    shared: tuple[Tiling, tuple[int, ...]] | None = None  # tiles and batch entries of the launches for a bias that these share
     scales: tuple[int | None, ...] = (None,) * 6  # strides of page, token and head, of k's scales, then of v's
 
     @classmethod
@@ -123,6 +124,13 @@ class Call:
             boxes = boxes and left is None and right is None
         boxes = boxes and all([min(t.shape) > 0 and min(t.stride()) > 0 for t in inputs])
         tiling = config(features, capability(q.device), boxes, bias is not None and bias.boxes)
+        shared = None
+        if boxes and dout is not None and bias is not None and bias.boxes and bias.gradient == "tensor":
+            assert args.bias is not None
+            found = shared_tiling(features, capability(q.device))
+            entries = () if found is None else found.launches(batches, args.bias.element_size())
+            if found is not None and entries and args.bias.shape[:2] == (1, heads):
+                shared = found.tiling, entries
         longest = max(tiling.forward.n, tiling.dkdv.m, tiling.dq.n)
         wide = is_wide(args, inputs, longest)
         small = seqlen_q < limit and seqlen_k * (mask_batches * mask_heads) < limit and max(strides) // unit < limit
@@ -174,6 +182,7 @@ class Call:
                 None if args.q_offset is None else args.q_chunks,
             ),
             bias=bias_numbers,
+            shared=shared,
             scales=(*_scale_strides(args.k_scale), *_scale_strides(args.v_scale)),
         )
 

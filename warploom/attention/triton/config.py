@@ -116,10 +116,10 @@ _BIASED = {
 # With a table of distances, which is read into registers at once. Measured on an H200, T5's buckets of 2 × 8,192 tokens, 2,048
 # channels, not causal, ms; before, through shared memory, at the tiles above.
 _DISTANCES = {
-    # Forward 4.7 against 28.2; dK/dV 6.8 against 35.5; dQ 5.4 against 30.9; the gradient 12.4 against 20.6.
-    64: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3), dtable=Tiling(64, 64, 4, 1)),
-    # Forward 3.2 against 15.1; dK/dV 5.2 against 21.6; dQ 3.5 against 17.8; the gradient 8.0 against 12.8.
-    128: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3), dtable=Tiling(64, 64, 4, 1)),
+    # Forward 4.7 against 28.2; dK/dV 6.8 against 35.5; dQ 5.4 against 30.9; the gradient 12.4 against 20.6, now compiled alone.
+    64: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3), dtable=Tiling(64, 64, 4, 2, boxes=True)),
+    # Forward 3.2 against 15.1; dK/dV 5.2 against 21.6; dQ 3.5 against 17.8; the gradient 8.0 against 12.8, now compiled alone.
+    128: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3), dtable=Tiling(64, 64, 4, 2, boxes=True)),
     256: _CROWDED[256],
 }
 # Where the copy engine brings a tensor's tiles; likewise.
@@ -149,6 +149,39 @@ _STATS = {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 128, 8, 3), 256: Tiling(64,
 _STATS_FLOAT32 = {64: Tiling(32, 32, 4, 1), 128: Tiling(32, 16, 4, 1), 256: Tiling(32, 16, 8, 1)}
 
 
+@dataclass(frozen=True)
+class Shared:
+    """How batch entries that share a matrix make dQ and its gradient together."""
+
+    tiling: Tiling
+    entries: dict[int, int]  # the most of a launch, whose accumulators registers hold, by the bytes of a bias's element
+
+    def launches(self, batches: int, itemsize: int) -> tuple[int, ...]:
+        """Batch entries of each launch; none where they would be more than two.
+
+        A sum of the launches before is kept in the gradient, which rounds it: once is what an element's own rounding allows.
+        """
+        most = self.entries.get(itemsize, 0)
+        if batches < 2 or batches > 2 * most:
+            return ()
+        return (batches,) if batches <= most else (batches - batches // 2, batches // 2)
+
+
+# Keys and values of all entries are staged at once, beside their queries and dO: fp32 at 128 has no room. Compiled, not timed:
+# tiles and entries that leave nothing on the stack in the loops.
+_SHARED = {
+    64: Shared(Tiling(128, 32, 8, 2, boxes=True), {2: 4, 4: 3}),
+    128: Shared(Tiling(128, 32, 8, 2, boxes=True), {2: 2}),
+}
+
+
+def shared_tiling(features: Features, capability: int) -> Shared | None:
+    """The variant for a call whose batch entries share a matrix, which descriptors read; None where there is none."""
+    width = next(w for w in (64, 128, 256) if max(features.head_dim, features.head_dim_v) <= w)
+    plain = not (features.columns or features.dropout or features.q_offset or features.batch_invariant)
+    return _SHARED.get(width) if plain and features.bias == "tensor" and capability // 10 == 9 else None
+
+
 @cache
 def stats_tiling(features: Features) -> Tiling:
     """The tiles of the kernel of stats, of any device."""
@@ -171,8 +204,9 @@ def config(features: Features, capability: int, boxes: bool, bias_boxes: bool = 
             if features.columns or features.dropout:
                 return _CROWDED[width]
             if features.bias == "distance":
-                return _DISTANCES[width]
-            found = (_BIASED_BOXES if bias_boxes else _BIASED)[width]
+                found = _DISTANCES[width]
+            else:
+                found = (_BIASED_BOXES if bias_boxes else _BIASED)[width]
             return found if boxes and not features.batch_invariant else _by_pointers(found)
         if features.dtype == torch.float32:
             return replace(_unstaged(_FLOAT32[width]), dbias=Tiling(16, 16, 4, 1), dtable=Tiling(16, 16, 4, 1))
@@ -196,7 +230,7 @@ def config(features: Features, capability: int, boxes: bool, bias_boxes: bool = 
 
 def _by_pointers(found: Config) -> Config:
     """The same without boxes of queries, keys and values."""
-    names = ("forward", "dkdv", "dq")
+    names = ("forward", "dkdv", "dq", "dbias", "dtable")
     return replace(found, **{name: replace(getattr(found, name), boxes=False) for name in names})
 
 

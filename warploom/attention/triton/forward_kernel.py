@@ -21,6 +21,7 @@ from warploom.attention.triton.device import (
     Pages,
     Queries,
     Softmax,
+    in_turn,
     kept,
     load_keys,
     load_rows,
@@ -60,7 +61,7 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     if tile.bias.given is not None:
         queries, shift = tile.queries, shift_of(tile.lengths, tile.queries.offset)
         m, n = tl.arange(0, s.shape[0]).to(tile.n.dtype)[:, None], tile.n[None, :]
-        s = biased(s * factor, tile.bias, queries.m0, n0, m, n, shift, queries.offset)
+        s = biased(s, factor, tile.bias, queries.m0, n0, m, n, shift, queries.offset, tile.careful)
         factor = 1.0
     if KIND == FULL and tile.bias.hides is None:
         new_top = tl.maximum(top, tl.max(s, 1) * factor)
@@ -201,12 +202,15 @@ def forward_kernel(
     ASCENDING: see `warploom.attention.triton.walk.walk`.
     """
     pid = tl.program_id(0)
-    tile_index = tiles - 1 - pid % tiles
-    pid = pid // tiles
-    head = pid % heads
-    lengths, m0 = packed_query_tile(
-        tile_index, pid // heads, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M
-    )
+    if BIAS == "tensor" and cu_q_ptr is None:
+        tile, head, entry = in_turn(pid, tiles, heads, batches, stride_ab)
+        tile_index = tiles - 1 - tile
+    else:
+        tile_index = tiles - 1 - pid % tiles
+        pid = pid // tiles
+        head = pid % heads
+        entry = pid // heads
+    lengths, m0 = packed_query_tile(tile_index, entry, cu_q_ptr, cu_k_ptr, used_ptr, table_ptr, batches, seqlen_q, seqlen_k, M)
     if (m0 < 0) | (m0 >= lengths.q):
         return
     batch = tl.cast(lengths.batch, tl.int64)

@@ -17,6 +17,7 @@ from warploom.attention.triton.bias_sums import BiasGradient, bias_box
 from warploom.attention.triton.call import Call, Variant, contiguous_strides, dims, lse_strides, read_bounds, strides_in
 from warploom.attention.triton.config import Tiling
 from warploom.attention.triton.forward_kernel import forward_kernel
+from warploom.attention.triton.shared_gradient import shared_dq_kernel
 from warploom.kernels.triton.widths import tile_widths
 from warploom.runtime.device import on_device
 from warploom.runtime.likeness import like
@@ -161,6 +162,8 @@ def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tu
         ),
     )
 
+    shared_launch = None if call.shared is None else _shared_dq(args, dout, call, row_tile, row_tiles)
+
     def run(
         dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
         mask: Sequence[Tensor | None], sequences: Sequence[Tensor | None], seed: Tensor | None, bias: Tensor | None = None,
@@ -177,14 +180,43 @@ def _backward(args: AttentionArgs, dout: Tensor, call: Call) -> Callable[..., tu
                 box = None if bias is None else _moved_bias(bias_box, bias)
                 sums = of_columns if with_dk else None
                 launch(q_rows, k, v, dout_rows, rows, edges, dk, dv, *behind, bias, box, sums)
-            keys = key_boxes if key_boxes[0] is None else _moved(key_boxes, (k, v))
-            box = None if bias is None else _moved_bias(dq_bias_box, bias)
-            to = None if of_rows is None or gradient is None else gradient.box(call.config.dq)
-            dq_launch(q, k, v, dout, rows, dq, *behind, *keys, bias, box, of_rows if to is None else None, to)
+            if shared_launch is not None and bias is not None and gradient is not None:
+                shared_launch(q, k, v, dout, rows, dq, bias, gradient)
+            else:
+                keys = key_boxes if key_boxes[0] is None else _moved(key_boxes, (k, v))
+                box = None if bias is None else _moved_bias(dq_bias_box, bias)
+                to = None if of_rows is None or gradient is None else gradient.box(call.config.dq)
+                dq_launch(q, k, v, dout, rows, dq, *behind, *keys, bias, box, of_rows if to is None else None, to)
             if gradient is not None:
                 gradient.finish((q, k, v, dout), rows, row_tiles, mask[:4], seed, sequences)
         found = (dq, dk, dv, _dsink(q, sink, dout, dlse, out, lse))
         return found if gradient is None or gradient.result is None else (*found, gradient.result)
+
+    return run
+
+
+def _shared_dq(
+    args: AttentionArgs, dout: Tensor, call: Call, row_tile: int, row_tiles: int
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, BiasGradient], None]:
+    """What launches dQ of batch entries that share a bias, with its gradient, by q, k, v, dout, rows, dq, bias and gradient."""
+    assert call.shared is not None
+    tiling, entries = call.shared
+    q, unit = args.q, call.variant.unit
+    tiles, _ = call.tiles(call.seqlen_q, tiling.m)
+    boxes, box = _box_pair(args.k, args.v, tiling.n, call.variant), _bias_box(args.bias, tiling, call.variant)
+    strides = (*strides_in(unit, q), *strides_in(unit, dout), *contiguous_strides(q.shape))
+    numbers = (tiles, row_tiles, *call.lengths[:4], *call.mask[:4])
+    launches = []
+    for i, count in enumerate(entries):
+        launch = _shared_launch(call.variant, tiling, row_tile, count, i > 0)
+        launches.append(launch.kept((tiles * call.heads, 1), (*strides, sum(entries[:i]), *numbers)))
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Tensor, dq: Tensor, bias: Tensor, gradient: BiasGradient
+    ) -> None:
+        descriptors = *_moved(boxes, (k, v)), _moved_bias(box, bias), gradient.box(tiling)
+        for launch in launches:
+            launch(q, dout, rows, dq, *descriptors)
 
     return run
 
@@ -298,6 +330,15 @@ def _dkdv_launch(variant: Variant, tiling: Tiling, part: str, edges: bool) -> La
 def _dq_launch(variant: Variant, tiling: Tiling, row_tile: int) -> Launch:
     sums = variant.bias is not None and variant.bias.gradient == "rows"
     return Launch(dq_kernel, {**_options(variant, tiling), "ROW_TILE": row_tile, "SUMS": sums}, direct=variant.direct)
+
+
+@cache
+def _shared_launch(variant: Variant, tiling: Tiling, row_tile: int, entries: int, before: bool) -> Launch:
+    options = {
+        **dims(variant), "M": tiling.m, "N": tiling.n, "DESCENDING": variant.descending, "ROW_TILE": row_tile,
+        "ENTRIES": entries, "BEFORE": before, "num_warps": tiling.warps, "num_stages": tiling.stages,
+    }  # fmt: skip
+    return Launch(shared_dq_kernel, options, direct=variant.direct)
 
 
 def _dsink(

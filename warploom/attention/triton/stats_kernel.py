@@ -60,7 +60,7 @@ def _step(state, block, m, m0, test, WITH_LARGEST: tl.constexpr):
     factor = score_factor(block.softmax)
     if block.bias.given is not None:
         shift, n = shift_of(block.lengths, None), tl.arange(0, block.k.shape[0]).to(m.dtype)[:, None]
-        s = biased(s * factor, block.bias, m0, block.n0, m[None, :], n, shift, None)
+        s = biased(s, factor, block.bias, m0, block.n0, m[None, :], n, shift, None, 1)
         factor = 1.0
     if test:
         shift = shift_of(block.lengths, None)
