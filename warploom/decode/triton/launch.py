@@ -89,7 +89,7 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
 
 
 class Ready:
-    """A decode call without a tree, FP8 or bias whose cache, shapes and options are known: what is left of the host's work."""
+    """A decode call without a tree or bias whose cache, shapes and options are known: what is left of the host's work."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Ready:
         merge: RawLaunch | None,
     ) -> None:
         q, v = args.q, args.v
-        self._cache = args.k, args.v, args.lengths, args.block_table
+        self._cache = args.k, args.v, args.lengths, args.block_table, args.k_scale, args.v_scale
         self._device = q.device.index
         self._out_shape = (*q.shape[:3], v.shape[3])
         self._lse_shape = (q.shape[0], q.shape[2], q.shape[1])
@@ -131,7 +131,7 @@ class Ready:
         base = buffer.data_ptr()
         out_pointer, lse_pointer = out.data_ptr(), base if lse is None else lse.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        k, v, lengths, table = self._cache
+        k, v, lengths, table, k_scale, v_scale = self._cache
         lengths_pointer = lengths.data_ptr()
         sink_pointer = None if sink is None else sink.data_ptr()
         prefix_pointer = None if prefix is None or not self._shares else prefix.data_ptr()
@@ -143,8 +143,8 @@ class Ready:
             None if table is None else table.data_ptr(),
             sink_pointer,
             None,
-            None,
-            None,
+            None if k_scale is None else k_scale.data_ptr(),
+            None if v_scale is None else v_scale.data_ptr(),
             None,
             prefix_pointer,
         )
@@ -159,8 +159,8 @@ class Ready:
 
 
 def ready(args: DecodeArgs) -> Ready | None:
-    """The short way for calls like this one, which has run; None where there is none (FP8, the interpreter, odd strides)."""
-    if args.k_scale is not None or not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
+    """The short way for calls like this one, which has run; None where there is none (the interpreter, odd strides)."""
+    if not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
         return None
     p, strides, numbers = _plan_of(args)
     split, merge = p.split.raw(), None if p.merge is None else p.merge.raw()
