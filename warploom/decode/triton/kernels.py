@@ -1,4 +1,4 @@
-"""The two kernels: `split_kernel` computes one split of one sequence, `merge_kernel` folds a row's splits.
+"""The kernels: `split_kernel` computes splits of one sequence, `merge_kernel` folds a row's; `append_kernel` writes tokens.
 
 Tile legend: M rows (queries of a group of heads, t · group + g), N keys, D head_dim, DV head_dim of v. Of a latent cache,
 whose values are the first columns of its keys, D is DV, and REST holds what keys have behind them: a tile is loaded once for
@@ -17,8 +17,10 @@ from warploom.decode.triton.pairs import columns, parted, rows_of_queries, weigh
 from warploom.decode.triton.parts import (
     CONTIGUOUS,
     ONE_PAGE,
+    SCALARS,
     SCATTERED,
     TILE_IN_PAGE,
+    finished,
     fold,
     fold_all,
     key_range,
@@ -31,23 +33,12 @@ from warploom.decode.triton.parts import (
     weigh,
     zeros,
 )
-from warploom.decode.triton.prefix import own_units, share, shared_splits, unit_splits
+from warploom.decode.triton.prefix import most_shared, own_units, shared_splits, unit_splits
 from warploom.kernels.triton.numerics import LN2, LOG2E, capped, clamp
 from warploom.kernels.triton.softmax import add_sink
 
 
-# Scalars are not specialised: one binary serves every size. Strides of q, k and v come in units of UNIT elements, which
-# tells the compiler how far they align.
-@triton.jit(
-    do_not_specialize=[
-        "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "k_scale_ptr", "v_scale_ptr", "bias_ptr", "stride_qb",
-        "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
-        "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree", "programs", "grouped", "max_units", "capacity",
-        "pages", "page_shift", "page_mask", "left", "right", "stride_ksb", "stride_ksn", "stride_ksh", "stride_vsb",
-        "stride_vsn", "stride_vsh", "stride_bias_b", "stride_bias_h", "stride_bias_k", "bias_entries", "bias_origin",
-        "prefix_ptr", "sequences", "chunk", "prefix_keys",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=SCALARS)
 def split_kernel(
     q_ptr,
     k_ptr,
@@ -62,6 +53,8 @@ def split_kernel(
     prefix_ptr,
     out_ptr,
     lse_ptr,
+    whole_ptr,
+    whole_lse_ptr,
     stride_qb: tl.int64,
     stride_qt: tl.int64,
     stride_qh: tl.int64,
@@ -124,7 +117,7 @@ def split_kernel(
     LATENT: tl.constexpr,
     FINAL: tl.constexpr,
     UNIT: tl.constexpr,
-    SHARED_BLOCKS: tl.constexpr,
+    SHARED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Units of one sequence, every ``programs``-th, for the rows of one kv head.
@@ -133,8 +126,8 @@ def split_kernel(
     cache holds a single unit) the result itself. Heads vary fastest over programs: the heads of a token are neighbours in
     memory, and their programs run at once.
 
-    With SHARED_BLOCKS, tiles of rows that neighbours share a prefix in, all programs compute what is shared first, and parts go
-    by their first split: (batch, heads_q, T, max_units, head_dim_v) with a place for every split.
+    With SHARED, `share_kernel` computes the splits that neighbours share. Parts have a place for every split and go by their
+    first; with FINAL a sequence that shares nothing has its result, at ``whole_ptr``.
     """
     ROW_BLOCKS: tl.constexpr = (T * GROUP + M - 1) // M
     pid = tl.program_id(0)
@@ -166,18 +159,10 @@ def split_kernel(
         rest = HEAD_DIM_V + tl.arange(0, REST)
         rest_live = rest < HEAD_DIM
     if PDL:
-        gdc_wait()
+        # `share_kernel` let this one start only after its own wait: what came before both is settled.
+        if not SHARED:
+            gdc_wait()
         gdc_launch_dependents()
-    if SHARED_BLOCKS > 0:
-        share(
-            q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, tree_ptr, k_scale_ptr, v_scale_ptr, bias_ptr, prefix_ptr, out_ptr,
-            lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-            stride_table, stride_tree, max_units, capacity, pages, page_shift, page_mask, right, scale, softcap, stride_ksb,
-            stride_ksn, stride_ksh, stride_vsb, stride_vsn, stride_vsh, stride_bias_b, stride_bias_h, stride_bias_k,
-            bias_entries, bias_origin, sequences, chunk, prefix_keys,
-            T, HEADS_KV, GROUP, HEAD_DIM, HEAD_DIM_V, M, N, D, DV, SPLIT, MAX_SPLITS, PAGES, LEAST, SOFTCAP, TREE, TREE_DEPTHS,
-            FP8, PAIRS, WHOLE, BIAS, UNIT, SHARED_BLOCKS,
-        )  # fmt: skip
 
     q_ptr += batch * stride_qb * UNIT
     q_offset = (t.to(tl.int64) * stride_qt + head_q.to(tl.int64) * stride_qh) * UNIT
@@ -191,14 +176,13 @@ def split_kernel(
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
-    if SHARED_BLOCKS > 0:
+    if SHARED:
         shared = shared_splits(
             pid // programs, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT,
             MAX_SPLITS, N, LEAST,
         )  # fmt: skip
         grouped = each > 1
         units, single, groups = own_units(shared, tl.cdiv(tl.maximum(last, 0), size), grouped, GROUP_SPLITS)
-        at, each = unit_splits(program, shared, single, groups, GROUP_SPLITS)
     position = length - T + t
     if TREE:
         bits = tl.load(tree_ptr + batch * stride_tree + t, mask=row_live, other=0)
@@ -233,14 +217,25 @@ def split_kernel(
 
     # Pages are read one tile ahead: then K and V never wait for them. The first ones need not wait for the length either,
     # which LEAST keeps out of `begin`: what lies past it is a slot of the table all the same.
-    begin = at * size if SHARED_BLOCKS > 0 else start + program * each * size
+    begin = start + program * each * size
     if PAGES == TILE_IN_PAGE:
         page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin, capacity - 1), 0) >> page_shift))
     elif PAGES == SCATTERED:
         page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin + n, capacity - 1), 0) >> page_shift))
-    # With FINAL there is one unit, and an empty sequence has its result to write too.
-    for unit in range(program, tl.maximum(units, 1) if FINAL else units, programs):
-        if SHARED_BLOCKS > 0:
+    if SHARED:
+        if shared > 0:  # the first unit begins elsewhere
+            at, _ = unit_splits(program, shared, single, groups, GROUP_SPLITS)
+            begin = at * size
+            if PAGES == TILE_IN_PAGE:
+                page = tl.load(table_ptr + (tl.minimum(begin, capacity - 1) >> page_shift))
+            elif PAGES == SCATTERED:
+                page = tl.load(table_ptr + (tl.minimum(begin + n, capacity - 1) >> page_shift))
+        elif FINAL:
+            units = tl.maximum(units, 1)
+    elif FINAL:
+        units = tl.maximum(units, 1)
+    for unit in range(program, units, programs):
+        if SHARED:
             at, each = unit_splits(unit, shared, single, groups, GROUP_SPLITS)
             begin = at * size
         else:
@@ -374,7 +369,7 @@ def split_kernel(
                 total = tl.zeros((M,), tl.float32)
                 acc = zeros(M, DV, SLICES)
 
-        if SHARED_BLOCKS > 0:
+        if SHARED:
             ahead, _ = unit_splits(unit + programs, shared, single, groups, GROUP_SPLITS)
             following = ahead * size
         else:
@@ -387,25 +382,37 @@ def split_kernel(
         # A latent cache's units are single splits: registers hold no second accumulator of its width.
         parts, part_lse = settle_all(acc, total, top) if LATENT else settle_all(unit_acc, unit_total, unit_top)
         part = tl.interleave(parts[0], parts[1]) if PAIRS else parts[0]
-        if FINAL:
-            nothing = tl.full((M,), float("-inf"), tl.float32)
-            whole, total, top = fold(tl.zeros_like(part), tl.zeros_like(total), nothing, part, part_lse)
-            if SINK:
-                sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0).to(tl.float32) * LOG2E
-                whole, total, top = add_sink(whole, total, top, sink)
-            part, part_lse = settle(whole, total, top)
-            place = (batch * T + t) * (HEADS_KV * GROUP) + head_q
-            part_lse = part_lse * LN2
+        place_of_row = (batch * T + t) * (HEADS_KV * GROUP) + head_q
+        if FINAL and SHARED:
+            if shared == 0:
+                sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK else None
+                part, part_lse = finished(part, part_lse, sink)
+                _store(whole_ptr, whole_lse_ptr, place_of_row, row, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V)
+            else:
+                place = row * max_units + at
+                _store(out_ptr, lse_ptr, place, place, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V)
+        elif FINAL:
+            sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK else None
+            part, part_lse = finished(part, part_lse, sink)
+            _store(out_ptr, lse_ptr, place_of_row, row, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V)
         else:
-            place = row * max_units + (at if SHARED_BLOCKS > 0 else unit)
-        # Parts are read again at once: they are to outlive the stream of keys in L2.
-        tl.store(
-            out_ptr + place[:, None] * HEAD_DIM_V + dv[None, :],
-            part.to(out_ptr.dtype.element_ty),
-            mask=row_live[:, None] & dv_live[None, :],
-            eviction_policy="evict_last",
-        )
-        tl.store(lse_ptr + (row if FINAL else place), part_lse, mask=row_live, eviction_policy="evict_last")
+            place = row * max_units + (at if SHARED else unit)
+            _store(out_ptr, lse_ptr, place, place, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V)
+    if PDL and SHARED:
+        # What waits for this kernel relies on that one too.
+        gdc_wait()
+
+
+@triton.jit
+def _store(out_ptr, lse_ptr, place, lse_place, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V: tl.constexpr):
+    """Rows of a part or of the result. Parts are read again at once: they are to outlive the stream of keys in L2."""
+    tl.store(
+        out_ptr + place[:, None] * HEAD_DIM_V + dv[None, :],
+        part.to(out_ptr.dtype.element_ty),
+        mask=row_live[:, None] & dv_live[None, :],
+        eviction_policy="evict_last",
+    )
+    tl.store(lse_ptr + lse_place, part_lse, mask=row_live, eviction_policy="evict_last")
 
 
 @triton.jit(
@@ -444,13 +451,45 @@ def merge_kernel(
     SINK: tl.constexpr,
     SHARED: tl.constexpr,
     TREE: tl.constexpr,
+    FINAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Out and lse of DV columns of one row (batch, head, t) from its parts, in order; the sink joins here, once.
 
-    With SHARED there is a place for each split, and a group that nobody shared lies in that of its first.
+    With SHARED there is a place for each split, and a group that nobody shared lies in that of its first. With FINAL, as the
+    split kernel had it, rows that share nothing are done already, and a program takes several others.
     """
-    row = tl.program_id(0)
+    if FINAL:
+        rows = 0
+        if most_shared(sequences, prefix_ptr, prefix_keys) >= SPLIT:
+            rows = sequences * heads_q * T
+        for past in range(0, rows - tl.program_id(0), tl.num_programs(0)):
+            _merge_row(
+                tl.program_id(0) + past, part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr,
+                heads_q, grouped, max_units, capacity, left, right, sequences, chunk, prefix_keys, T, HEAD_DIM_V, N, DV, SPLIT,
+                MAX_SPLITS, GROUP_SPLITS, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
+            )  # fmt: skip
+        if PDL:  # noqa: SIM102 (a constexpr)
+            # As above; one program will do.
+            if tl.program_id(0) == 0:
+                gdc_wait()
+    else:
+        _merge_row(
+            tl.program_id(0), part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr, heads_q, grouped,
+            max_units, capacity, left, right, sequences, chunk, prefix_keys, T, HEAD_DIM_V, N, DV, SPLIT, MAX_SPLITS,
+            GROUP_SPLITS, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_row(
+    row, part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr, heads_q, grouped, max_units, capacity,
+    left, right, sequences, chunk, prefix_keys,
+    T: tl.constexpr, HEAD_DIM_V: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    GROUP_SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_LEFT: tl.constexpr, AHEAD: tl.constexpr, SINK: tl.constexpr,
+    SHARED: tl.constexpr, TREE: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row of `merge_kernel`."""
     batch = row // (heads_q * T)
     head = row // T % heads_q
     t = row % T
@@ -469,6 +508,8 @@ def merge_kernel(
             batch, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
         )
         units = tl.cdiv(tl.maximum(last, 0), size)
+        if FINAL:
+            units = tl.where(shared > 0, units, 0)
         alone = tl.where(each == 1, units, tl.cdiv(shared, GROUP_SPLITS) * GROUP_SPLITS)
         step = GROUP_SPLITS
     part_lse_ptr += row * max_units
@@ -507,9 +548,11 @@ def merge_kernel(
         acc, total, top = add_sink(acc, total, top, sink)
     out, lse = settle(acc, total, top)
     out_row = (batch.to(tl.int64) * T + t) * heads_q + head
+    if FINAL:
+        dv_live = dv_live & (shared > 0)
     tl.store(out_ptr + out_row * HEAD_DIM_V + dv, out.to(out_ptr.dtype.element_ty), mask=dv_live)
     if tl.program_id(1) == 0:
-        tl.store(lse_ptr + row + one, lse * LN2)
+        tl.store(lse_ptr + row + one, lse * LN2, mask=(shared + one > 0) if FINAL else None)
 
 
 @triton.jit(

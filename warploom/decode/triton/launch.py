@@ -72,6 +72,7 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
     out = q.new_empty((batch, queries, heads_q, v.shape[3]))
     lse = q.new_empty((batch, heads_q, queries), dtype=torch.float32)
     part_out, part_lse = out, lse
+    whole = (out, lse) if p.whole else (None, None)
     if p.merge is not None:
         part_out = q.new_empty((p.parts, v.shape[3]), dtype=torch.float32)
         part_lse = q.new_empty((p.parts,), dtype=torch.float32)
@@ -82,7 +83,10 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
             bits = ancestors(args.tree, (left, numbers.right) if args.measures_paths else None)
         prefix = args.prefix if p.chunk else None
         read = (q, args.k, v, lengths, args.block_table, sink, bits, args.k_scale, args.v_scale, args.bias, prefix)
-        p.split(p.grid, *read, part_out, part_lse, *strides, *numbers)
+        split = (*read, part_out, part_lse, *whole, *strides, *numbers)
+        if p.share is not None:
+            p.share(p.share_grid, *split)
+        p.split(p.grid, *split)
         if p.merge is not None:
             p.merge(p.merge_grid, part_out, part_lse, lengths, sink, prefix, out, lse, *_merge_numbers(p, heads_q, numbers))
     return out, lse
@@ -99,6 +103,7 @@ class Ready:
         numbers: SplitNumbers,
         split: RawLaunch,
         merge: RawLaunch | None,
+        share: RawLaunch | None,
     ) -> None:
         q, v = args.q, args.v
         self._cache = args.k, args.v, args.lengths, args.block_table, args.k_scale, args.v_scale
@@ -113,7 +118,7 @@ class Ready:
         self._split, self._split_grid, self._split_numbers = split, p.grid, (*strides, *numbers)
         self._merge, self._merge_grid = merge, p.merge_grid
         self._merge_numbers = _merge_numbers(p, q.shape[2], numbers)
-        self._shares = p.chunk > 0
+        self._share, self._share_grid, self._whole = share, p.share_grid, p.whole
 
     def __call__(
         self, q: Tensor, sink: Tensor | None, return_lse: bool, prefix: Tensor | None = None
@@ -134,7 +139,7 @@ class Ready:
         k, v, lengths, table, k_scale, v_scale = self._cache
         lengths_pointer = lengths.data_ptr()
         sink_pointer = None if sink is None else sink.data_ptr()
-        prefix_pointer = None if prefix is None or not self._shares else prefix.data_ptr()
+        prefix_pointer = None if prefix is None or self._share is None else prefix.data_ptr()
         pointers = (
             q_pointer,
             k.data_ptr(),
@@ -149,10 +154,13 @@ class Ready:
             prefix_pointer,
         )
         if self._merge is None:
-            self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, *self._split_numbers)
+            self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, None, None, *self._split_numbers)
             return out, lse
         parts = (base + self._part_out, base + self._part_lse)
-        self._split(self._split_grid, stream, *pointers, *parts, *self._split_numbers)
+        whole = (out_pointer, lse_pointer) if self._whole else (None, None)
+        if self._share is not None:
+            self._share(self._share_grid, stream, *pointers, *parts, *whole, *self._split_numbers)
+        self._split(self._split_grid, stream, *pointers, *parts, *whole, *self._split_numbers)
         results = (lengths_pointer, sink_pointer, prefix_pointer, out_pointer, lse_pointer)
         self._merge(self._merge_grid, stream, *parts, *results, *self._merge_numbers)
         return out, lse
@@ -163,10 +171,10 @@ def ready(args: DecodeArgs) -> Ready | None:
     if not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
         return None
     p, strides, numbers = _plan_of(args)
-    split, merge = p.split.raw(), None if p.merge is None else p.merge.raw()
-    if split is None or (p.merge is not None and merge is None):
+    split, merge, share = (None if launch is None else launch.raw() for launch in (p.split, p.merge, p.share))
+    if split is None or (p.merge is not None and merge is None) or (p.share is not None and share is None):
         return None
-    return Ready(args, p, strides, numbers, split, merge)
+    return Ready(args, p, strides, numbers, split, merge, share)
 
 
 def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.numerics import clamp, dot
-from warploom.kernels.triton.softmax import by_row, divisor, finite, log_sum
+from warploom.kernels.triton.numerics import LN2, LOG2E, clamp, dot
+from warploom.kernels.triton.softmax import add_sink, by_row, divisor, finite, log_sum
 
 # Where a tile's keys lie: in the sequence's own row, in the one page of a one-column table, within some page of a table,
 # or key by key in any page.
@@ -14,6 +14,16 @@ CONTIGUOUS = tl.constexpr(0)
 ONE_PAGE = tl.constexpr(1)
 TILE_IN_PAGE = tl.constexpr(2)
 SCATTERED = tl.constexpr(3)
+
+# What `split_kernel` and `share_kernel` are not compiled for: one binary serves every size. Strides of q, k and v come in units
+# of UNIT elements, which tells the compiler how far they align.
+SCALARS = [
+    "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "k_scale_ptr", "v_scale_ptr", "bias_ptr", "stride_qb", "stride_qt",
+    "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree",
+    "programs", "grouped", "max_units", "capacity", "pages", "page_shift", "page_mask", "left", "right", "stride_ksb",
+    "stride_ksn", "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh", "stride_bias_b", "stride_bias_h", "stride_bias_k",
+    "bias_entries", "bias_origin", "prefix_ptr", "sequences", "chunk", "prefix_keys",
+]  # fmt: skip
 
 
 @triton.jit
@@ -97,6 +107,17 @@ def settle(acc, total, top):
     """A running merge or softmax as a normalised part and its lse; 0 and -inf where it holds nothing."""
     lse = log_sum(total, top, 1.0)
     return acc / by_row(divisor(total), acc), lse
+
+
+@triton.jit
+def finished(part, part_lse, sink):
+    """Out and lse, natural log, of rows whose one unit is all that there is."""
+    nothing = tl.full(part_lse.shape, float("-inf"), tl.float32)
+    whole, total, top = fold(tl.zeros_like(part), tl.zeros_like(part_lse), nothing, part, part_lse)
+    if sink is not None:
+        whole, total, top = add_sink(whole, total, top, sink.to(tl.float32) * LOG2E)
+    out, lse = settle(whole, total, top)
+    return out, lse * LN2
 
 
 @triton.jit
