@@ -24,6 +24,8 @@ class Config:
     max_splits: int
     warps: int
     stages: int
+    deeper: int = 1  # stages more of a program that takes groups of splits
+    registers: int | None = None  # of a thread, at most
     merge_dim: int = 32  # columns of a program of the merge
     merge_warps: int = 1
 
@@ -40,7 +42,9 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
     block_n = 64 if width <= 256 else 32 if width <= 512 else 16
     # On an H200, 64 heads over one: 108 us against 149 with 8 warps at head_dim 128, 66 against 107 at 64. At 256 4 warps and
     # 64 keys took 166 against 179, but leave no room for a bias that is read by distance.
-    warps, stages = 8 if block_m == 64 and width > 256 else 4, 3
+    warps, stages, registers = 8 if block_m == 64 and width > 256 else 4, 3, None
+    # Groups run in whole waves of two programs a multiprocessor, which the deeper pipeline's memory allows just so.
+    deeper = 1
     if pairs and block_m == 32:
         # Nothing is spilled.
         block_n, warps, stages = 64, *((8, 4) if width > 256 else (4, 3))
@@ -48,6 +52,10 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         # As many bytes as a tile of the queries' type has. On an H200 104 us against 113 with half as many keys (head_dim 128,
         # 16 sequences of 8,192).
         block_n *= 2
+        if width <= 256:
+            # Three programs a multiprocessor for two, at 3 % more instructions a tile; nothing that the loop reads is spilled.
+            registers = 168
+            deeper = 1 if width <= 128 else 0
     return Config(
         block_m=block_m,
         block_n=block_n,
@@ -57,6 +65,8 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         max_splits=min(max(power_of_two(256 // (heads_kv * row_blocks)), 16), 256),
         warps=warps,
         stages=stages,
+        deeper=deeper,
+        registers=registers,
     )
 
 

@@ -20,6 +20,7 @@ from warploom.decode.triton.parts import (
     SCALARS,
     SCATTERED,
     TILE_IN_PAGE,
+    far,
     finished,
     fold,
     fold_all,
@@ -118,6 +119,7 @@ def split_kernel(
     FINAL: tl.constexpr,
     UNIT: tl.constexpr,
     SHARED: tl.constexpr,
+    NARROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Units of one sequence, every ``programs``-th, for the rows of one kv head.
@@ -152,6 +154,8 @@ def split_kernel(
     SLICES: tl.constexpr = 2 if PAIRS else 1
     WHOLE: tl.constexpr = PAIRS and UNIT > 1
     UNIT_KV: tl.constexpr = UNIT // 2 if WHOLE else UNIT
+    # Of a tile's rows the first eights that hold any: the compiler knows which registers hold the others.
+    taken = tl.arange(0, M) < (T * GROUP + 7) // 8 * 8 if PAIRS and ROW_BLOCKS == 1 else None
     if PAIRS:
         k_ptr = k_ptr.to(tl.pointer_type(tl.int16 if WHOLE else tl.int8), bitcast=True)
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16 if WHOLE else tl.int8), bitcast=True)
@@ -251,35 +255,44 @@ def split_kernel(
             unit_acc = zeros(M, DV, SLICES)
         for tile in range(begin, end, N):
             cols = tile + n
-            live = (cols >= first) & (cols < end)
+            if PAIRS:
+                # In distances from the tile's start, which stay 32 bits wide: that of `cols` the compiler widens.
+                live = n < end - tile
+                if HAS_LEFT:
+                    live = live & (n >= first - tile)
+            else:
+                live = (cols >= first) & (cols < end)
             if PAGES == TILE_IN_PAGE:
                 slot = (tile & page_mask) + n
             elif PAGES == SCATTERED:
                 slot = cols & page_mask
             else:
                 slot = cols
-            k_offset = slot.to(tl.int64) * stride_kn * UNIT_KV
-            v_offset = slot.to(tl.int64) * stride_vn * UNIT_KV
+            # Down a tile's rows, so that products are where the tile's pointers are.
+            k_offset = far(slot[:, None], stride_kn, NARROW) * UNIT_KV
+            v_offset = far(slot[:, None], stride_vn, NARROW) * UNIT_KV
             if FP8:
-                ks_offset = slot.to(tl.int64) * stride_ksn
-                vs_offset = slot.to(tl.int64) * stride_vsn
+                ks_offset = far(slot, stride_ksn, NARROW)
+                vs_offset = far(slot, stride_vsn, NARROW)
             if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
-                inside = clamp(page, 0, pages - 1).to(tl.int64)
-                k_offset += inside * stride_kb * UNIT_KV
-                v_offset += inside * stride_vb * UNIT_KV
+                inside = clamp(page, 0, pages - 1)
+                inside_rows = inside[:, None] if PAGES == SCATTERED else inside
+                k_offset += far(inside_rows, stride_kb, NARROW) * UNIT_KV
+                v_offset += far(inside_rows, stride_vb, NARROW) * UNIT_KV
                 if FP8:
-                    ks_offset += inside * stride_ksb
-                    vs_offset += inside * stride_vsb
+                    ks_offset += far(inside, stride_ksb, NARROW)
+                    vs_offset += far(inside, stride_vsb, NARROW)
                 if PAGES == TILE_IN_PAGE:
                     page = tl.load(table_ptr + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
                 else:
-                    page = tl.load(table_ptr + ((cols + N) >> page_shift), mask=cols + N < end, other=0)
+                    ahead = n < end - tile - N if PAIRS else cols + N < end
+                    page = tl.load(table_ptr + ((cols + N) >> page_shift), mask=ahead, other=0)
             if PAIRS:
                 k_even, k_odd = columns(k_ptr, k_offset, live, HEAD_DIM, D, WHOLE)
                 s = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
             else:
                 k = tl.load(
-                    k_ptr + k_offset[:, None] + d[None, :],
+                    k_ptr + k_offset + d[None, :],
                     mask=live[:, None] & d_live[None, :],
                     other=0.0,
                     eviction_policy="evict_first",
@@ -290,20 +303,25 @@ def split_kernel(
                 s = product(q, tl.trans(k), None, LATENT)
             if REST > 0:
                 k_rest = tl.load(
-                    k_ptr + k_offset[:, None] + rest[None, :],
+                    k_ptr + k_offset + rest[None, :],
                     mask=live[:, None] & rest_live[None, :],
                     other=0.0,
                     eviction_policy="evict_first",
                 )
                 s = product(q_rest, tl.trans(k_rest), s, LATENT)
             if FP8:
-                k_scale = tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
-                s = s * (k_scale * q_factor[:, None] if PAIRS else k_scale)
+                s = s * tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
             if SOFTCAP:
-                s, _ = capped(s, scale, softcap)
+                s, _ = capped(s * q_factor[:, None] if PAIRS else s, scale, softcap)
             else:
-                s = s * (scale * LOG2E)
-            seen = live[None, :] & row_live[:, None]
+                # A power of two may join either factor: short of fp32's ends no bit differs.
+                s = s * (q_factor * (scale * LOG2E))[:, None] if PAIRS else s * (scale * LOG2E)
+            if PAIRS:
+                seen = n[None, :] < tl.where(row_live, end - tile, 0)[:, None]
+                if HAS_LEFT:
+                    seen = seen & live[None, :]
+            else:
+                seen = live[None, :] & row_live[:, None]
             if TREE_DEPTHS:
                 # Of the tree's own keys the bits know which ones the window shows.
                 band = cols[None, :] <= position[:, None] + right
@@ -330,7 +348,13 @@ def split_kernel(
             if PAIRS:
                 v_even, v_odd = columns(v_ptr, v_offset, live, HEAD_DIM_V, DV, WHOLE)
                 f, e, inverse = parted(tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0))
-                p, rescale, total, top = weigh_scaled(s, e, inverse, top, total)
+                if BIAS == "distance" or BIAS == "key":
+                    # As below.
+                    shows = tl.max(seen.to(tl.int32), 0) > 0
+                    f = tl.where(shows, f, 0.0)
+                    v_even = tl.where(shows[:, None], v_even, 0.0)
+                    v_odd = tl.where(shows[:, None], v_odd, 0.0)
+                p, rescale, total, top = weigh_scaled(s, e, inverse, f, top, total, taken)
             else:
                 p, rescale, total, top = weigh(s, top, total)
                 if LATENT:
@@ -339,24 +363,19 @@ def split_kernel(
                         v = tl.where(live[:, None], v, 0.0)
                 else:
                     v = tl.load(
-                        v_ptr + v_offset[:, None] + dv[None, :],
+                        v_ptr + v_offset + dv[None, :],
                         mask=live[:, None] & dv_live[None, :],
                         other=0.0,
                         eviction_policy="evict_first",
                     )
                 if FP8:
                     v = (v.to(tl.float32) * tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0)[:, None]).to(q.dtype)
-            if BIAS == "distance" or BIAS == "key":
-                # Keys that the bias hides from all rows may hold anything too. Behind the load, which need not wait for scores.
-                shows = tl.max(seen.to(tl.int32), 0) > 0
-                if PAIRS:
-                    f = tl.where(shows, f, 0.0)
-                    v_even = tl.where(shows[:, None], v_even, 0.0)
-                    v_odd = tl.where(shows[:, None], v_odd, 0.0)
-                else:
+                if BIAS == "distance" or BIAS == "key":
+                    # Keys that the bias hides from all rows may hold anything too. Behind the load, which need not wait for
+                    # scores.
+                    shows = tl.max(seen.to(tl.int32), 0) > 0
                     v = tl.where(shows[:, None], v, 0.0)
             if PAIRS:
-                p = (p * f[None, :]).to(tl.float16)
                 acc = (tl.dot(p, v_even, acc[0] * rescale[:, None]), tl.dot(p, v_odd, acc[1] * rescale[:, None]))
             else:
                 acc = (product(p.to(v.dtype), v, acc[0] * rescale[:, None], LATENT),)

@@ -193,6 +193,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     table_width, table_stride = (0, 0) if table is None else (table.shape[1], table.stride(0))
     capacity = args.capacity
     bias, bias_numbers = _bias(args)
+    scales = *scale_strides(k_scale), *scale_strides(v_scale)
     p = plan(
         Shape(
             batch=batch,
@@ -214,12 +215,13 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             left=left,
             softcap=softcap != 0.0,
             prefix="found" if args.prefix is not None else "keys" if args.prefix_keys else "",
+            narrow=k_scale is not None and max(*strides[3:], *scales) < 2**31,
             unit=unit,
             device=q.device.index if q.is_cuda else None,
         )
     )
     left = 0 if left is None else max(min(left, _FAR), -_FAR)
-    (ksb, ksn, ksh), (vsb, vsn, vsh) = scale_strides(k_scale), scale_strides(v_scale)
+    ksb, ksn, ksh, vsb, vsn, vsh = scales
     numbers = SplitNumbers(
         stride_table=table_stride,
         stride_tree=0 if tree is None or tree.shape[0] == 1 else queries * (2 if args.measures_paths else 1),

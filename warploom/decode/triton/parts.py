@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.numerics import LN2, LOG2E, clamp, dot
+from warploom.kernels.triton.numerics import INTERPRETED, LN2, LOG2E, clamp, dot
 from warploom.kernels.triton.softmax import add_sink, by_row, divisor, finite, log_sum
 
 # Where a tile's keys lie: in the sequence's own row, in the one page of a one-column table, within some page of a table,
@@ -34,6 +34,23 @@ def key_range(length, left, right, T: tl.constexpr, HAS_LEFT: tl.constexpr):
         first = tl.maximum(length - T - left, 0)
     last = tl.minimum(length, length + right)
     return first, last
+
+
+@triton.jit
+def far(n, stride, NARROW: tl.constexpr):
+    """n · stride in 64 bits, of a 32-bit n. NARROW: 32 bits hold the stride too.
+
+    By name, as the compiler widens a stride ahead of the loop and then multiplies numbers of 64 bits, in four instructions.
+    """
+    if NARROW:
+        if INTERPRETED:
+            return n.to(tl.int64) * stride
+        else:
+            return tl.inline_asm_elementwise(
+                "mul.wide.s32 $0, $1, $2;", "=l,r,r", [n, stride.to(tl.int32)], tl.int64, is_pure=True, pack=1
+            )
+    else:
+        return n.to(tl.int64) * stride
 
 
 @triton.jit

@@ -68,6 +68,7 @@ class Shape(NamedTuple):
     left: int | None
     softcap: bool
     prefix: str  # "found" on the device, "keys" of all sequences, "" without
+    narrow: bool  # 32 bits hold the strides of k, v and their scales; asked of FP8 caches alone
     unit: int  # strides of q, k and v count in these; with 1 pointers need not lie at multiples of 16 bytes either
     device: int | None  # None: the interpreter
 
@@ -230,10 +231,12 @@ def _constants(
         "FINAL": final,
         "UNIT": s.unit,
         "SHARED": blocks > 0,
+        "NARROW": s.narrow and _pairs(s) and pages in (TILE_IN_PAGE, SCATTERED),
         "num_warps": c.warps,
-        # Groups run in whole waves of two programs an SM, which the deeper pipeline's memory allows just so.
-        "num_stages": c.stages + grouped,
+        "num_stages": c.stages + (c.deeper if grouped else 0),
     }
+    if c.registers is not None and pdl and s.bias is None:  # which takes registers of its own
+        split["maxnreg"] = c.registers
     return shared | split, shared | {
         "DV": merge_dim, "AHEAD": _AHEAD, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0, "FINAL": final and blocks > 0,
         "num_warps": c.merge_warps,

@@ -242,8 +242,8 @@ def share_kernel(
                     else:
                         page = tl.load(table + ((cols + N) >> page_shift), mask=cols + N < end, other=0)
                 if PAIRS:
-                    k_even, k_odd = columns(k_base, k_offset, live, HEAD_DIM, D, WHOLE)
-                    v_even, v_odd = columns(v_base, v_offset, live, HEAD_DIM_V, DV, WHOLE)
+                    k_even, k_odd = columns(k_base, k_offset[:, None], live, HEAD_DIM, D, WHOLE)
+                    v_even, v_odd = columns(v_base, v_offset[:, None], live, HEAD_DIM_V, DV, WHOLE)
                     k_scale = tl.load(k_scales + ks_offset)
                     f, e, inverse = parted(tl.load(v_scales + vs_offset))
                 else:
@@ -260,15 +260,15 @@ def share_kernel(
                 for r in tl.static_range(BLOCKS):
                     if PAIRS:
                         s = tl.dot(odds[r], tl.trans(k_odd), tl.dot(qs[r], tl.trans(k_even)))
-                        s = s * (k_scale[None, :] * factors[r][:, None])
+                        s = s * k_scale[None, :]
                     else:
                         s = dot(qs[r], tl.trans(k), None)
                         if FP8:
                             s = s * k_scale[None, :]
                     if SOFTCAP:
-                        s, _ = capped(s, scale, softcap)
+                        s, _ = capped(s * factors[r][:, None] if PAIRS else s, scale, softcap)
                     else:
-                        s = s * (scale * LOG2E)
+                        s = s * (factors[r] * (scale * LOG2E))[:, None] if PAIRS else s * (scale * LOG2E)
                     member, _, _ = _rows(r, first, head, T, GROUP, M)
                     # All keys are seen by all rows, but a sequence's own program chooses by run time too: without it the
                     # compiler would contract the product and the difference behind it.
@@ -277,8 +277,7 @@ def share_kernel(
                         s, seen = biased(s, seen, slopes[r], positions[r], cols, stride_bias_k, bias_entries, bias_origin, BIAS)
                     s = tl.where(seen, s, float("-inf"))
                     if PAIRS:
-                        p, rescale, total, top = weigh_scaled(s, e, inverse, tops[r], totals[r])
-                        p = (p * f[None, :]).to(tl.float16)
+                        p, rescale, total, top = weigh_scaled(s, e, inverse, f, tops[r], totals[r], None)
                         acc = (
                             tl.dot(p, v_even, accs[2 * r] * rescale[:, None]),
                             tl.dot(p, v_odd, accs[2 * r + 1] * rescale[:, None]),
