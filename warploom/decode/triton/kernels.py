@@ -417,9 +417,10 @@ def split_kernel(
         else:
             place = row * max_units + (at if SHARED else unit)
             _store(out_ptr, lse_ptr, place, place, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V)
-    if PDL and SHARED:
-        # What waits for this kernel relies on that one too.
-        gdc_wait()
+    if PDL and SHARED:  # noqa: SIM102 (a constexpr)
+        # What waits for this kernel relies on that one too. One program will do: the others make room.
+        if tl.program_id(0) == 0:
+            gdc_wait()
 
 
 @triton.jit
@@ -489,7 +490,7 @@ def merge_kernel(
                 MAX_SPLITS, GROUP_SPLITS, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
             )  # fmt: skip
         if PDL:  # noqa: SIM102 (a constexpr)
-            # As above; one program will do.
+            # As above.
             if tl.program_id(0) == 0:
                 gdc_wait()
     else:
