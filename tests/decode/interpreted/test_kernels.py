@@ -29,11 +29,12 @@ def fresh_plans() -> Iterator[None]:
     plan.plan.cache_clear()
 
 
-def shrink(monkeypatch: pytest.MonkeyPatch, **constants: int) -> None:
+def shrink(monkeypatch: pytest.MonkeyPatch, full: int = 400, **constants: int) -> None:
     """Splits of 32 keys, at most 16 of them: small cases then have many splits, groups of them, and long splits."""
 
     def small(rows: int, *_: int) -> Config:
-        return Config(block_m=config(rows, 16, 16, 2, 8).block_m, block_n=16, split=32, max_splits=16, warps=4, stages=2)
+        block_m = config(rows, 16, 16, 2, 8).block_m
+        return Config(block_m=block_m, block_n=16, split=32, max_splits=16, warps=4, stages=2, full=full)
 
     monkeypatch.setattr(plan, "config", small)
     monkeypatch.setattr(plan, "latent_config", small)
@@ -64,17 +65,18 @@ def test_case_in_short_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["empty sequences", "scale and sink", "window", "pages of 16"])
-@pytest.mark.parametrize("constants", [{"_FULL": 0}, {"_FULL": 0, "_PROGRAMS": 0}])
+@pytest.mark.parametrize("constants", [{"full": 0}, {"full": 0, "_PROGRAMS": 0}])
 def test_grouped_and_walking(name: str, constants: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch, **constants)
     check(interpretable(name), "triton")
 
 
-@pytest.mark.parametrize("length", [250, 700])
-def test_bits_do_not_depend_on_programs(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    c = Case(random.randrange(2**31), [length], heads_q=2, heads_kv=1, sink=True, capacity=704)
+@pytest.mark.parametrize("length,queries,heads", [(250, 1, 2), (700, 1, 2), (250, 12, 4), (700, 12, 4)])
+def test_bits_do_not_depend_on_programs(length: int, queries: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """48 rows are a tile of 64, which has a loop for each split."""
+    c = Case(random.randrange(2**31), [length], queries=queries, heads_q=heads, heads_kv=1, sink=True, capacity=704)
     results = []
-    for constants in ({"_FULL": 10**9}, {"_FULL": 0}, {"_FULL": 0, "_PROGRAMS": 0}, {"_FULL": 10**9, "_PROGRAMS": 0}):
+    for constants in ({"full": 10**9}, {"full": 0}, {"full": 0, "_PROGRAMS": 0}, {"full": 10**9, "_PROGRAMS": 0}):
         shrink(monkeypatch, **constants)
         plan.plan.cache_clear()
         results.append(run(c, "triton"))
@@ -83,7 +85,7 @@ def test_bits_do_not_depend_on_programs(length: int, monkeypatch: pytest.MonkeyP
 
 
 def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    shrink(monkeypatch, _FULL=6)
+    shrink(monkeypatch, full=6)
     seed = random.randrange(2**31)
     lone = run(Case(seed, [150], queries=2), "triton")
     for capacity, page_size in ((2048, None), (256, 16), (160, 1)):
@@ -115,7 +117,7 @@ def test_bad_trees_stay_in_bounds(tree: list[list[int]], left: int | None) -> No
 
 
 def test_bits_of_a_tree_do_not_depend_on_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    shrink(monkeypatch, _FULL=6)
+    shrink(monkeypatch, full=6)
     seed = random.randrange(2**31)
     shape: dict[str, Any] = {"queries": 7, "heads_q": 2, "heads_kv": 1}
     lone = run(Case(seed, [150], tree=[BROAD], **shape), "triton")

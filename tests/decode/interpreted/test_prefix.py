@@ -40,7 +40,7 @@ def short(monkeypatch: pytest.MonkeyPatch, split: int = 16, max_splits: int = 16
 # All begin alike, ragged; two groups and a lone sequence between them.
 ALL = ([60, 49, 140], [0, 48, 48])
 GROUPS = ([40, 38, 20, 150, 147], [0, 32, 0, 0, 144])
-GROUPED = {"_FULL": 0}
+GROUPED = {"full": 0}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_bits_of_ragged_lengths(
     check_bits(drawn(lengths, common))
 
 
-@pytest.mark.parametrize("constants", [{}, {"_FULL": 0, "_PROGRAMS": 0}], ids=["splits", "grouped, by one program"])
+@pytest.mark.parametrize("constants", [{}, {"full": 0, "_PROGRAMS": 0}], ids=["splits", "grouped, by one program"])
 def test_bits_of_longer_splits(constants: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences of 32 keys a split and one of 48, which shares nothing with them."""
     short(monkeypatch, max_splits=8, **constants)
@@ -92,7 +92,7 @@ def test_bits_of_crowds_whose_sequences_are_one_unit(
     lengths: list[int], common: list[int], page_size: int | None, merging: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain decode writes results without a merge: so do sequences that share nothing, and programs merge several rows."""
-    short(monkeypatch, _FULL=0, _MERGING=merging)
+    short(monkeypatch, full=0, _MERGING=merging)
     c = drawn(lengths, common, page_size=page_size, keywords={"sink": torch.tensor([1.0, -1.0])})
     cache = c.cache()
     p, _, _ = launch._plan_of(args_of(c, cache, c.hint(cache) or 1))
@@ -131,7 +131,7 @@ def test_bits_of_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> Non
     ids=str,
 )
 def test_bits_of_options(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    short(monkeypatch, _FULL=6)
+    short(monkeypatch, full=6)
     check_bits(drawn(**{"lengths": [34, 40], "common": [0, 32], "dtype": torch.float16, **changes}))
 
 

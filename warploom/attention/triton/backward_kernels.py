@@ -54,7 +54,7 @@ from warploom.attention.triton.device import (
 from warploom.attention.triton.row_runs import Runs, band_rows, extrema_of, run_of, visible_runs
 from warploom.attention.triton.walk import CHUNK, MIXED, attend
 from warploom.kernels.triton.columns import Band, Columns, load_columns, load_offset, normalised, of_chunk, shifted
-from warploom.kernels.triton.numerics import LOG2E, clamp, dot
+from warploom.kernels.triton.numerics import LOG2E, clamp, dot, opaque_zeros
 from warploom.kernels.triton.packed import find_tile, span
 
 _ROWS_PLAIN = [
@@ -568,6 +568,15 @@ def _edge_tiles(edges_ptr, begin, end):
 
 
 @triton.jit
+def _no_gradient(M: tl.constexpr, D: tl.constexpr, SUMS: tl.constexpr):
+    """The state before the first tile: dQ, and with SUMS what its rows' scores have in all."""
+    if SUMS:
+        return opaque_zeros(M, D), tl.zeros([M], tl.float32)
+    else:
+        return (opaque_zeros(M, D),)
+
+
+@triton.jit
 def _dq_step(state, tile, n0, test, KIND: tl.constexpr):
     """One tile of keys for a tile of rows."""
     dq = state[0]
@@ -739,7 +748,6 @@ def dq_kernel(
     rows_ptrs = rows_ptr + tl.cast(tile_at, tl.int64) * (2 * ROW_TILE) + (rows // ROW_TILE * (2 * ROW_TILE) + rows % ROW_TILE)
     lse2 = tl.load(rows_ptrs, mask=inside, other=float("inf"))
     delta = tl.load(rows_ptrs + ROW_TILE, mask=inside, other=0.0)
-    state = (tl.zeros([M, D], tl.float32),)
     band, columns = Band(left, right), Columns(lts_ptr, lte_ptr, uts_ptr, ute_ptr)
     mask = Mask(band, columns, stride_mb, stride_mh, bounds_ptr, stride_bb, stride_bh, mask_group)
     queries = Queries(q, dout, lse2, delta, m0, rows, head, load_offset(offset_ptr, lengths.batch, lengths.batch < batches))
@@ -763,19 +771,17 @@ def dq_kernel(
         in_elements(bias_columns, BIAS_UNIT), bias_origin, gradient, gradient_row, 1 if SUMS else None,
         box_of(bias_box, stride_ab, stride_ah, lengths.batch, head),
     )  # fmt: skip
-    if SUMS:
-        state = (tl.zeros([M, D], tl.float32), tl.zeros([M], tl.float32))  # type: ignore[assignment]
     found = attend(
-        _dq_step, state, queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT, WIDE, False, False,
-        False,
+        _dq_step, _no_gradient(M, D, SUMS), queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT, WIDE,
+        False, False, False, False,
     )
     if bias.hides is not None:  # noqa: SIM102 - known when compiling
         if holds_nan(found[0]):
             if BOXED:
                 stored()
             found = attend(
-                _dq_step, state, queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT, WIDE, False, True,
-                False,
+                _dq_step, _no_gradient(M, D, SUMS), queries, lengths, k, v, mask, pages, softmax, dropout, bias, group, N, UNIT,
+                WIDE, False, True, False, False,
             )
     dq = found[0]
     if SUMS:

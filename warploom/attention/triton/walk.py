@@ -52,6 +52,7 @@ def attend(
     SPLIT: tl.constexpr,
     CAREFUL: tl.constexpr,
     ASCENDING: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Gather what a query tile meets and walk along it.
 
@@ -61,7 +62,7 @@ def attend(
         k, v: `Heads`, which `group` query heads share.
         mask, pages, softmax, dropout: those of the call.
         bias: that of the head.
-        N: keys of a tile; UNIT, WIDE: see the kernels; SPLIT, ASCENDING: see `walk`.
+        N: keys of a tile; UNIT, WIDE: see the kernels; SPLIT, ASCENDING, APART: see `walk`.
         CAREFUL: see `Tile`.
     """
     batch = tl.cast(lengths.batch, tl.int64)
@@ -106,11 +107,13 @@ def attend(
     )
     bounds = shifted(mask.bounds, batch * mask.bounds_stride_b + mask_head * mask.bounds_stride_h)
     m1 = tl.minimum(queries.m0 + queries.q.shape[0], lengths.q)
-    return walk(step, state, tile, queries.m0, m1, bounds, N, SPLIT, ASCENDING)
+    return walk(step, state, tile, queries.m0, m1, bounds, N, SPLIT, ASCENDING, APART)
 
 
 @triton.jit
-def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.constexpr, ASCENDING: tl.constexpr):
+def walk(
+    step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.constexpr, ASCENDING: tl.constexpr, APART: tl.constexpr
+):
     """Fold every visible tile of keys into `state` for query rows [m0, m1).
 
     SPLIT walks partial and full tiles in loops of their own; else one loop decides tile by tile. `bounds_ptr` None under
@@ -118,6 +121,8 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
 
     ASCENDING takes them by their keys, first to last. A tile that hides a row changes nothing of it, so its result then
     depends on no other row: not on where the tile of queries begins or ends, nor on what is known of the mask.
+
+    APART jumps over a band's loops that have no tile before they begin, so that their products end inside (see `opaque_zeros`).
     """
     shift = shift_of(tile.lengths, tile.queries.offset)
     low, high, full_low, full_high = band_columns(m0, m1, shift, tile.band, tile.lengths.k)
@@ -144,19 +149,24 @@ def walk(step, state, tile, m0, m1, bounds_ptr, N: tl.constexpr, SPLIT: tl.const
         tested = last - first - (full_last - full_first)
         before = full_first - first
         if ASCENDING:
-            if tile.band.left is not None:
-                for n0 in tl.range(first * N, full_first * N, N):
+            if tile.band.left is not None:  # noqa: SIM102 - known when compiling
+                if not APART or first * N < full_first * N:
+                    for n0 in tl.range(first * N, full_first * N, N):
+                        state = step(state, tile, n0, True, PARTIAL)
+            if not APART or full_first * N < full_last * N:
+                for n0 in tl.range(full_first * N, full_last * N, N):
+                    state = step(state, tile, n0, False, FULL)
+            if not APART or full_last * N < last * N:
+                for n0 in tl.range(full_last * N, last * N, N):
                     state = step(state, tile, n0, True, PARTIAL)
-            for n0 in tl.range(full_first * N, full_last * N, N):
-                state = step(state, tile, n0, False, FULL)
-            for n0 in tl.range(full_last * N, last * N, N):
-                state = step(state, tile, n0, True, PARTIAL)
         elif SPLIT:
-            for i in tl.range(0, tested):
-                n0 = (first + i + tl.where(i < before, 0, full_last - full_first)) * N
-                state = step(state, tile, n0, True, PARTIAL)
-            for n0 in tl.range(full_first * N, full_last * N, N):
-                state = step(state, tile, n0, False, FULL)
+            if not APART or tested > 0:
+                for i in tl.range(0, tested):
+                    n0 = (first + i + tl.where(i < before, 0, full_last - full_first)) * N
+                    state = step(state, tile, n0, True, PARTIAL)
+            if not APART or full_first * N < full_last * N:
+                for n0 in tl.range(full_first * N, full_last * N, N):
+                    state = step(state, tile, n0, False, FULL)
         else:
             # Tested tiles come first: those before the full ones, then those after them.
             for i in tl.range(0, last - first):

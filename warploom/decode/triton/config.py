@@ -7,9 +7,6 @@ from functools import cache
 
 from warploom.kernels.triton.widths import power_of_two
 
-# Splits of a group, which one program may stream whole: fewer parts to store and merge. Writing the parts costs several
-# times their share of the bytes (8 MB beside 1 GB of keys: 15 of 365 us on an H100).
-GROUP_SPLITS = 8
 # Bytes of a row from which on all tiles are swizzled alike, as `warploom.kernels.triton.widths` has it.
 _SWIZZLED = 128
 
@@ -26,8 +23,8 @@ class Config:
     stages: int
     deeper: int = 1  # stages more of a program that takes groups of splits
     registers: int | None = None  # of a thread, at most
-    merge_dim: int = 32  # columns of a program of the merge
-    merge_warps: int = 1
+    group: int = 8  # splits that one program may take whole: fewer parts to store and merge
+    full: int = 250  # groups of a launch from which on programs take whole ones
 
 
 @cache
@@ -40,11 +37,10 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
     width = max(power_of_two(head_dim), power_of_two(head_dim_v)) * itemsize
     # Wide tiles of four stages must fit 163 KiB of shared memory (fp32, head_dim 256, on an A100).
     block_n = 64 if width <= 256 else 32 if width <= 512 else 16
-    # On an H200, 64 heads over one: 108 us against 149 with 8 warps at head_dim 128, 66 against 107 at 64. At 256 4 warps and
-    # 64 keys took 166 against 179, but leave no room for a bias that is read by distance.
+    # Of 64 rows 8 warps took 1.4 to 1.6 times as long as 4 to head_dim 128; at 256 4 warps spill.
     warps, stages, registers = 8 if block_m == 64 and width > 256 else 4, 3, None
     # Groups run in whole waves of two programs a multiprocessor, which the deeper pipeline's memory allows just so.
-    deeper = 1
+    deeper = 1 if block_m < 64 else 0
     if pairs and block_m == 32:
         # Nothing is spilled.
         block_n, warps, stages = 64, *((8, 4) if width > 256 else (4, 3))
@@ -56,17 +52,20 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
             # Three programs a multiprocessor for two, at 3 % more instructions a tile; nothing that the loop reads is spilled.
             registers = 168
             deeper = 1 if width <= 128 else 0
+    # From a single sequence about 256 splits over the kv heads and blocks of rows fill an H200, of 64 rows 64: their parts are
+    # 32 KiB each, and take time to write and to read. Groups fill it from 250 on, with two programs a multiprocessor.
+    total, split, group, full = (64, 512, 4, 100) if block_m == 64 else (256, 512, 8, 250) if pairs else (256, 256, 16, 250)
     return Config(
         block_m=block_m,
         block_n=block_n,
-        split=512 if block_m <= 32 else 1024,
-        # About 256 splits over the kv heads and blocks of rows fill an H100 from a single sequence. Parts take memory: the
-        # rows of a tree are many.
-        max_splits=min(max(power_of_two(256 // (heads_kv * row_blocks)), 16), 256),
+        split=split,
+        max_splits=min(max(power_of_two(total // (heads_kv * row_blocks)), 16), 256),
         warps=warps,
         stages=stages,
         deeper=deeper,
         registers=registers,
+        group=group,
+        full=full,
     )
 
 

@@ -20,19 +20,18 @@ from warploom.decode.triton.parts import (
     SCALARS,
     SCATTERED,
     TILE_IN_PAGE,
+    ended,
     far,
-    finished,
     fold,
     fold_all,
     key_range,
+    nothing,
     place_of_token,
     product,
     settle,
-    settle_all,
     shown,
     splits,
     weigh,
-    zeros,
 )
 from warploom.decode.triton.prefix import most_shared, own_units, shared_splits, unit_splits
 from warploom.kernels.triton.numerics import LN2, LOG2E, capped, clamp
@@ -117,6 +116,7 @@ def split_kernel(
     BIAS: tl.constexpr,
     LATENT: tl.constexpr,
     FINAL: tl.constexpr,
+    ALONE: tl.constexpr,
     UNIT: tl.constexpr,
     SHARED: tl.constexpr,
     NARROW: tl.constexpr,
@@ -124,9 +124,12 @@ def split_kernel(
 ):
     """Units of one sequence, every ``programs``-th, for the rows of one kv head.
 
-    Writes normalised parts, fp32 out (batch, heads_q, T, max_units, head_dim_v) and lse in log2 units; with FINAL (the
-    cache holds a single unit) the result itself. Heads vary fastest over programs: the heads of a token are neighbours in
-    memory, and their programs run at once.
+    Writes parts, the running softmax of each unit: fp32 out (batch, heads_q, T, max_units, head_dim_v), and sums and maxima
+    (batch, heads_q, T, max_units, 2); with FINAL (the cache holds a single unit) the result itself. Heads vary fastest over
+    programs: the heads of a token are neighbours in memory, and their programs run at once.
+
+    With ALONE every split has a loop of its own. Products of 64 rows are by wgmma, and where a branch in their loop reads or
+    resets an accumulator, ptxas waits for each product before the next (its note C7515).
 
     With SHARED, `share_kernel` computes the splits that neighbours share. Parts have a place for every split and go by their
     first; with FINAL a sequence that shares nothing has its result, at ``whole_ptr``.
@@ -226,7 +229,7 @@ def split_kernel(
         page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin, capacity - 1), 0) >> page_shift))
     elif PAGES == SCATTERED:
         page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin + n, capacity - 1), 0) >> page_shift))
-    if SHARED:
+    if SHARED:  # noqa: SIM102 (a constexpr)
         if shared > 0:  # the first unit begins elsewhere
             at, _ = unit_splits(program, shared, single, groups, GROUP_SPLITS)
             begin = at * size
@@ -234,25 +237,27 @@ def split_kernel(
                 page = tl.load(table_ptr + (tl.minimum(begin, capacity - 1) >> page_shift))
             elif PAGES == SCATTERED:
                 page = tl.load(table_ptr + (tl.minimum(begin + n, capacity - 1) >> page_shift))
-        elif FINAL:
-            units = tl.maximum(units, 1)
-    elif FINAL:
-        units = tl.maximum(units, 1)
-    for unit in range(program, units, programs):
+    if not LATENT:
+        unit_acc, unit_total, unit_top = nothing(M, DV, SLICES)
+    # With FINAL there is one unit, and an empty sequence has its result to write too.
+    stop = tl.maximum(units, 1) if FINAL else units
+    if FINAL and SHARED:
+        stop = tl.where(shared > 0, units, stop)
+    # A run of keys is a unit's, or with ALONE a split's.
+    runs = each if ALONE else 1
+    for run in range(0, tl.cdiv(tl.maximum(stop - program, 0), programs) * runs):
+        unit = program + run // runs * programs
         if SHARED:
             at, each = unit_splits(unit, shared, single, groups, GROUP_SPLITS)
             begin = at * size
         else:
             begin = start + unit * each * size
         end = tl.minimum(begin + each * size, last)
+        if ALONE:
+            begin += run % runs * size
+            end = tl.minimum(begin + size, end)
         edge = begin + size
-        top = tl.full((M,), float("-inf"), tl.float32)
-        total = tl.zeros((M,), tl.float32)
-        acc = zeros(M, DV, SLICES)
-        if not LATENT:
-            unit_top = tl.full((M,), float("-inf"), tl.float32)
-            unit_total = tl.zeros((M,), tl.float32)
-            unit_acc = zeros(M, DV, SLICES)
+        acc, total, top = nothing(M, DV, SLICES)
         for tile in range(begin, end, N):
             cols = tile + n
             if PAIRS:
@@ -379,44 +384,49 @@ def split_kernel(
                 acc = (tl.dot(p, v_even, acc[0] * rescale[:, None]), tl.dot(p, v_odd, acc[1] * rescale[:, None]))
             else:
                 acc = (product(p.to(v.dtype), v, acc[0] * rescale[:, None], LATENT),)
-            if not LATENT and tile + N >= tl.minimum(edge, end):
+            if not LATENT and not ALONE and tile + N >= tl.minimum(edge, end):
                 # The end of a split: the stream of keys goes on, the softmax starts anew.
-                part, part_lse = settle_all(acc, total, top)
-                unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, part, part_lse)
+                acc, total, top = ended(acc, total, top, PAIRS)
+                unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, acc, total, top)
                 edge += size
-                top = tl.full((M,), float("-inf"), tl.float32)
-                total = tl.zeros((M,), tl.float32)
-                acc = zeros(M, DV, SLICES)
+                acc, total, top = nothing(M, DV, SLICES)
 
         if SHARED:
             ahead, _ = unit_splits(unit + programs, shared, single, groups, GROUP_SPLITS)
             following = ahead * size
         else:
             following = begin + programs * each * size
+            if ALONE:
+                following = begin + size
+                if run % runs == runs - 1:
+                    following += (programs - 1) * each * size
         if PAGES == TILE_IN_PAGE:
-            page = tl.load(table_ptr + (following >> page_shift), mask=unit + programs < units, other=0)
+            page = tl.load(table_ptr + (following >> page_shift), mask=following < last, other=0)
         elif PAGES == SCATTERED:
-            live = (unit + programs < units) & (following + n < last)
-            page = tl.load(table_ptr + ((following + n) >> page_shift), mask=live, other=0)
+            page = tl.load(table_ptr + ((following + n) >> page_shift), mask=following + n < last, other=0)
         # A latent cache's units are single splits: registers hold no second accumulator of its width.
-        parts, part_lse = settle_all(acc, total, top) if LATENT else settle_all(unit_acc, unit_total, unit_top)
-        part = tl.interleave(parts[0], parts[1]) if PAIRS else parts[0]
-        place_of_row = (batch * T + t) * (HEADS_KV * GROUP) + head_q
-        if FINAL and SHARED:
-            if shared == 0:
-                sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK else None
-                part, part_lse = finished(part, part_lse, sink)
-                _store(whole_ptr, whole_lse_ptr, place_of_row, row, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V)
-            else:
-                place = row * max_units + at
-                _store(out_ptr, lse_ptr, place, place, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V)
-        elif FINAL:
-            sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK else None
-            part, part_lse = finished(part, part_lse, sink)
-            _store(out_ptr, lse_ptr, place_of_row, row, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V)
-        else:
+        if ALONE:
+            unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, acc, total, top)
+        if not ALONE or run % runs == runs - 1:
+            if not LATENT:
+                acc, total, top = unit_acc, unit_total, unit_top
+            part = tl.interleave(acc[0], acc[1]) if PAIRS else acc[0]
+            place_of_row = (batch * T + t) * (HEADS_KV * GROUP) + head_q
+            sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK and FINAL else None
             place = row * max_units + (at if SHARED else unit)
-            _store(out_ptr, lse_ptr, place, place, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V)
+            if FINAL and SHARED:
+                if shared == 0:
+                    _store_result(
+                        whole_ptr, whole_lse_ptr, place_of_row, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V
+                    )
+                else:
+                    _store_part(out_ptr, lse_ptr, place, part, total, top, row_live, dv, dv_live, HEAD_DIM_V)
+            elif FINAL:
+                _store_result(out_ptr, lse_ptr, place_of_row, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V)
+            else:
+                _store_part(out_ptr, lse_ptr, place, part, total, top, row_live, dv, dv_live, HEAD_DIM_V)
+            if not LATENT:
+                unit_acc, unit_total, unit_top = nothing(M, DV, SLICES)
     if PDL and SHARED:  # noqa: SIM102 (a constexpr)
         # What waits for this kernel relies on that one too. One program will do: the others make room.
         if tl.program_id(0) == 0:
@@ -424,15 +434,34 @@ def split_kernel(
 
 
 @triton.jit
-def _store(out_ptr, lse_ptr, place, lse_place, part, part_lse, row_live, dv, dv_live, HEAD_DIM_V: tl.constexpr):
-    """Rows of a part or of the result. Parts are read again at once: they are to outlive the stream of keys in L2."""
+def _store_result(
+    out_ptr, lse_ptr, place, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V: tl.constexpr
+):  # fmt: skip
+    """Out and lse of rows of which one unit is all that there is."""
+    if sink is not None:
+        part, total, top = add_sink(part, total, top, sink.to(tl.float32) * LOG2E)
+    part, lse = settle(part, total, top)
+    tl.store(lse_ptr + row, lse * LN2, mask=row_live)
+    _store_rows(out_ptr, place, part, row_live, dv, dv_live, HEAD_DIM_V)
+
+
+@triton.jit
+def _store_part(out_ptr, lse_ptr, place, part, total, top, row_live, dv, dv_live, HEAD_DIM_V: tl.constexpr):
+    """A unit's running softmax."""
+    tl.store(lse_ptr + 2 * place, total, mask=row_live, eviction_policy="evict_last")
+    tl.store(lse_ptr + 2 * place + 1, top, mask=row_live, eviction_policy="evict_last")
+    _store_rows(out_ptr, place, part, row_live, dv, dv_live, HEAD_DIM_V)
+
+
+@triton.jit
+def _store_rows(out_ptr, place, x, row_live, dv, dv_live, HEAD_DIM_V: tl.constexpr):
+    """Rows of parts are read again at once: they are to outlive the stream of keys in L2."""
     tl.store(
         out_ptr + place[:, None] * HEAD_DIM_V + dv[None, :],
-        part.to(out_ptr.dtype.element_ty),
+        x.to(out_ptr.dtype.element_ty),
         mask=row_live[:, None] & dv_live[None, :],
         eviction_policy="evict_last",
     )
-    tl.store(lse_ptr + lse_place, part_lse, mask=row_live, eviction_policy="evict_last")
 
 
 @triton.jit(
@@ -522,7 +551,7 @@ def _merge_row(
     first, last = key_range(length, left, right, T, HAS_LEFT)
     _, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     # A group is one unit or several.
-    step = tl.where(each == 1, GROUP_SPLITS, 1)
+    step = GROUP_SPLITS // each
     if SHARED:
         shared = shared_splits(
             batch, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
@@ -532,37 +561,36 @@ def _merge_row(
             units = tl.where(shared > 0, units, 0)
         alone = tl.where(each == 1, units, tl.cdiv(shared, GROUP_SPLITS) * GROUP_SPLITS)
         step = GROUP_SPLITS
-    part_lse_ptr += row * max_units
+    part_lse_ptr += 2 * row * max_units
     part_out_ptr += row * max_units * HEAD_DIM_V
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
-    acc = tl.zeros((DV,), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    top = tl.full((1,), float("-inf"), tl.float32)
+    none = tl.full((1,), float("-inf"), tl.float32)
+    acc, total, top = tl.zeros((DV,), tl.float32), tl.zeros((1,), tl.float32), none
     one = tl.zeros((1,), tl.int32)
     for group in range(0, units, step * AHEAD):
         # Every load goes out before the first result is used: the merge lasts as long as what it waits for.
-        lses = ()
         parts = ()
+        totals = ()
+        tops = ()
         for i in tl.static_range(AHEAD * GROUP_SPLITS):
             unit = group + i // GROUP_SPLITS * step + i % GROUP_SPLITS
             live = (i % GROUP_SPLITS < step) & (unit < units)
             if SHARED and i % GROUP_SPLITS > 0:
                 live = live & (unit < alone)
-            lse = tl.load(part_lse_ptr + unit + one, mask=live, other=float("-inf"))
+            total_of = tl.load(part_lse_ptr + 2 * unit + one, mask=live, other=0.0)
+            top_of = tl.load(part_lse_ptr + 2 * unit + 1 + one, mask=live, other=float("-inf"))
             part = tl.load(part_out_ptr + unit * HEAD_DIM_V + dv, mask=dv_live & live, other=0.0)
-            lses += (lse,)  # type: ignore[assignment]
             parts += (part,)  # type: ignore[assignment]
+            totals += (total_of,)  # type: ignore[assignment]
+            tops += (top_of,)  # type: ignore[assignment]
         for g in tl.static_range(AHEAD):
-            group_acc = tl.zeros((DV,), tl.float32)
-            group_total = tl.zeros((1,), tl.float32)
-            group_top = tl.full((1,), float("-inf"), tl.float32)
+            group_acc, group_total, group_top = tl.zeros((DV,), tl.float32), tl.zeros((1,), tl.float32), none
             for i in tl.static_range(g * GROUP_SPLITS, (g + 1) * GROUP_SPLITS):
-                group_acc, group_total, group_top = fold(group_acc, group_total, group_top, parts[i], lses[i])
-            part, lse = settle(group_acc, group_total, group_top)
-            acc, total, top = fold(acc, total, top, part, lse)
+                group_acc, group_total, group_top = fold(group_acc, group_total, group_top, parts[i], totals[i], tops[i])
+            acc, total, top = fold(acc, total, top, group_acc, group_total, group_top)
     if SINK:
         sink = tl.load(sink_ptr + head + one).to(tl.float32) * LOG2E
         acc, total, top = add_sink(acc, total, top, sink)

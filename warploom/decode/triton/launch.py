@@ -75,7 +75,7 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
     whole = (out, lse) if p.whole else (None, None)
     if p.merge is not None:
         part_out = q.new_empty((p.parts, v.shape[3]), dtype=torch.float32)
-        part_lse = q.new_empty((p.parts,), dtype=torch.float32)
+        part_lse = q.new_empty((p.parts, 2), dtype=torch.float32)
     with on_device(q):
         bits = None
         if args.tree is not None:
@@ -112,7 +112,7 @@ class Ready:
         self._lse_shape = (q.shape[0], q.shape[2], q.shape[1])
         # One buffer: lse, lse of the parts, parts; each from a multiple of 16 bytes on.
         self._part_lse = -(-prod(self._lse_shape) // 4) * 16
-        self._part_out = self._part_lse + -(-p.parts // 4) * 16
+        self._part_out = self._part_lse + -(-p.parts // 2) * 16
         parts = 0 if merge is None else p.parts * v.shape[3]
         self._buffer = self._part_out // 4 + parts
         self._split, self._split_grid, self._split_numbers = split, p.grid, (*strides, *numbers)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.numerics import INTERPRETED, LN2, LOG2E, clamp, dot
-from warploom.kernels.triton.softmax import add_sink, by_row, divisor, finite, log_sum
+from warploom.kernels.triton.numerics import INTERPRETED, clamp, dot
+from warploom.kernels.triton.softmax import by_row, divisor, finite, log_sum
 
 # Where a tile's keys lie: in the sequence's own row, in the one page of a one-column table, within some page of a table,
 # or key by key in any page.
@@ -74,6 +74,22 @@ def place_of_token(
 
 
 @triton.jit
+def split_size(keys, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr):
+    """Keys of a split of so many: SPLIT, or of more than MAX_SPLITS of these 1.5, 2, 3, 4, 6, … times as many.
+
+    Sequences of like lengths are cut alike, so that they can share a prefix.
+    """
+    if LEAST:
+        return keys * 0 + SPLIT
+    else:
+        halves = tl.cdiv(keys * 2, SPLIT * MAX_SPLITS)
+        above = (tl.maximum(halves - 1, 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
+        power = tl.cast(1, tl.int32) << above  # the next one of two
+        halves = tl.where(4 * halves <= 3 * power, power * 3 // 4, power)
+        return tl.where(keys > SPLIT * MAX_SPLITS, tl.cdiv(halves * SPLIT // 2, N) * N, SPLIT)
+
+
+@triton.jit
 def splits(
     first, last, grouped, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, GROUP_SPLITS: tl.constexpr, N: tl.constexpr,
     LEAST: tl.constexpr,
@@ -87,54 +103,41 @@ def splits(
     start = first // N * N
     keys = tl.maximum(last - start, 0)
     used = tl.cdiv(keys, SPLIT)
-    grouped = grouped != 0
+    each = tl.where(grouped != 0, GROUP_SPLITS, 1)
     if LEAST:
         size = SPLIT
     else:
-        size = keys * 0 + SPLIT
+        size = split_size(keys, SPLIT, MAX_SPLITS, N, LEAST)
         # No key is asked for before this is known: the usual length is spared the division by a value of run time.
         if keys > SPLIT * MAX_SPLITS:
-            size = tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N
             used = tl.cdiv(keys, size)
-        grouped = grouped & (size <= 2 * SPLIT)
-    units = tl.where(grouped, tl.cdiv(used, GROUP_SPLITS), used)
-    return start, size, units, tl.where(grouped, GROUP_SPLITS, 1)
+        each = tl.where(size <= 2 * SPLIT, each, 1)
+    return start, size, tl.cdiv(used, each), each
 
 
 @triton.jit
-def fold(acc, total, top, part, part_lse):
-    """Add a normalised partial result to a running merge, all in log2 units.
+def fold(acc, total, top, part, part_total, part_top):
+    """Add a running softmax of later keys to one of earlier ones, all in log2 units.
 
-    Splits are folded in order into their group, and groups in order into the result, from (0, 0, -inf) each. Folding one
-    part into nothing gives that part, and folding nothing (0 at -inf) changes nothing, both to the bit: a group has the
-    same bits whether its program folds it in registers or the merge kernel does from memory. tl.fma leaves the compiler
-    no choice of what to contract.
+    Splits are folded in order into their group, and groups in order into the result, from (0, 0, -inf) each. Folding one part
+    into nothing gives that part, and folding nothing (0, 0 at -inf) changes nothing, both to the bit: a group has the same
+    bits whether its program folds it in registers or the merge kernel does from memory. tl.fma leaves the compiler no
+    choice of what to contract.
     """
-    new_top = tl.maximum(top, part_lse)
+    new_top = tl.maximum(top, part_top)
     base = finite(new_top)
     old = tl.exp2(top - base)
-    new = tl.exp2(part_lse - base)
+    new = tl.exp2(part_top - base)
     old_values = tl.broadcast_to(by_row(old, acc), acc.shape)
     new_values = tl.broadcast_to(by_row(new, acc), acc.shape)
-    return tl.fma(acc, old_values, part * new_values), tl.fma(total, old, new), new_top
+    return tl.fma(acc, old_values, part * new_values), tl.fma(total, old, part_total * new), new_top
 
 
 @triton.jit
 def settle(acc, total, top):
-    """A running merge or softmax as a normalised part and its lse; 0 and -inf where it holds nothing."""
+    """A running softmax as its normalised result and its lse; 0 and -inf where it holds nothing."""
     lse = log_sum(total, top, 1.0)
     return acc / by_row(divisor(total), acc), lse
-
-
-@triton.jit
-def finished(part, part_lse, sink):
-    """Out and lse, natural log, of rows whose one unit is all that there is."""
-    nothing = tl.full(part_lse.shape, float("-inf"), tl.float32)
-    whole, total, top = fold(tl.zeros_like(part), tl.zeros_like(part_lse), nothing, part, part_lse)
-    if sink is not None:
-        whole, total, top = add_sink(whole, total, top, sink.to(tl.float32) * LOG2E)
-    out, lse = settle(whole, total, top)
-    return out, lse * LN2
 
 
 @triton.jit
@@ -147,23 +150,35 @@ def zeros(M: tl.constexpr, DV: tl.constexpr, SLICES: tl.constexpr):
 
 
 @triton.jit
-def fold_all(accs, total, top, parts, part_lse):
-    """`fold` of a row whose columns are in several accumulators."""
+def nothing(M: tl.constexpr, DV: tl.constexpr, SLICES: tl.constexpr):
+    """A running softmax of M rows that holds nothing yet."""
+    return zeros(M, DV, SLICES), tl.zeros((M,), tl.float32), tl.full((M,), float("-inf"), tl.float32)
+
+
+@triton.jit
+def fold_all(accs, total, top, parts, part_total, part_top):
+    """`fold` of rows whose columns are in several accumulators."""
     new_accs = ()
     for i in tl.static_range(len(accs)):
-        acc, new_total, new_top = fold(accs[i], total, top, parts[i], part_lse)
+        acc, new_total, new_top = fold(accs[i], total, top, parts[i], part_total, part_top)
         new_accs += (acc,)  # type: ignore[assignment]
     return new_accs, new_total, new_top
 
 
 @triton.jit
-def settle_all(accs, total, top):
-    """`settle` of a row whose columns are in several accumulators."""
-    parts = ()
-    for i in tl.static_range(len(accs)):
-        part, lse = settle(accs[i], total, top)
-        parts += (part,)  # type: ignore[assignment]
-    return parts, lse
+def ended(accs, total, top, SCALED: tl.constexpr):
+    """What a split leaves: its running softmax.
+
+    SCALED, as `weigh_scaled` has it: normalised, since powers of two of scales are in its maximum, beside which others vanish.
+    """
+    if SCALED:
+        divided = ()
+        for i in tl.static_range(len(accs)):
+            part, lse = settle(accs[i], total, top)
+            divided += (part,)  # type: ignore[assignment]
+        return divided, tl.where(total == 0.0, 0.0, 1.0), lse
+    else:
+        return accs, total, top
 
 
 @triton.jit

@@ -9,30 +9,27 @@ from typing import Any, NamedTuple
 import torch
 
 from warploom.decode.problem import DecodeProblem
-from warploom.decode.triton.config import GROUP_SPLITS, Config, config, latent_config, latent_widths, shared_blocks
+from warploom.decode.triton.config import Config, config, latent_config, latent_widths, shared_blocks
 from warploom.decode.triton.kernels import merge_kernel, split_kernel
 from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE
 from warploom.decode.triton.prefix import share_kernel
 from warploom.kernels.triton.widths import power_of_two, tile_widths
 from warploom.runtime.triton_launch import Launch
 
-# Programs that keep a large GPU's memory busy in whole waves: from this many groups of splits on, a program takes a whole
-# group. On an H100, groups against single splits: 512 groups 356 against 362 us, 256 groups 187 against 184.
-_FULL = 400
 # Programs of one launch beyond which a program walks several units: those that find nothing to do cost time too.
 _PROGRAMS = 2048
 # Programs that read what neighbours share: two on each multiprocessor of an H100 or H200, as registers allow. They are there
 # before those of the sequences' own keys, and end at once where nothing is shared.
 _SHARING = 264
-# Rows of a merge that begins with nothing to do: fewer programs end sooner. Those of one wave, with 4 blocks of columns.
+# Rows that a merge takes at once where it may have nothing to do: few programs end sooner.
 _MERGING = 1024
 # What `share_kernel` is compiled for of the split kernel's constants.
 _SHARE = (
     "T", "HEADS_KV", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "M", "N", "D", "DV", "SPLIT", "MAX_SPLITS", "PAGES", "LEAST", "SOFTCAP",
     "TREE", "TREE_DEPTHS", "FP8", "PAIRS", "BIAS", "UNIT", "PDL", "launch_pdl", "num_warps",
 )  # fmt: skip
-# Groups of parts that the merge loads at once.
-_AHEAD = 2
+# Parts that the merge loads at once, whole groups of them.
+_AHEAD = 16
 # Elements that strides count in where they can: 16 bytes of a dtype of 16 bits, and those of one of 8 bits.
 UNIT = 8
 UNIT_FP8 = 16
@@ -103,10 +100,10 @@ def plan(shape: Shape) -> Plan:
     max_splits = max(min(c.max_splits, -(-reach // c.split)), 1)
     row_blocks = -(-rows // c.block_m)
     pairs = s.batch * s.heads_kv * row_blocks
-    grouped = not s.latent and pairs * -(-max_splits // GROUP_SPLITS) >= _FULL
+    grouped = not s.latent and pairs * -(-max_splits // c.group) >= c.full
     # The kernels group splits of up to twice the least size; a longer sequence has a unit a split.
     if grouped and reach <= 2 * c.split * c.max_splits:
-        max_units = -(-max_splits // GROUP_SPLITS)
+        max_units = -(-max_splits // c.group)
     else:
         max_units = max_splits
     programs = min(max_units, max(_PROGRAMS // pairs, 4))
@@ -120,7 +117,7 @@ def plan(shape: Shape) -> Plan:
         items = s.heads_kv * chunks * min(s.capacity // c.split, c.max_splits)
         max_units = max_splits
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
-    merge_dim = min(c.merge_dim, power_of_two(s.head_dim_v))
+    merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
     split, merge = _constants(s, c, final, grouped, pdl, least, merge_dim, blocks)
     rows = s.batch * s.heads_q * s.queries
@@ -140,6 +137,13 @@ def plan(shape: Shape) -> Plan:
         share_grid=(min(items, _SHARING), 1),
         whole=final and blocks > 0,
     )
+
+
+def _merge_dim(rows: int, c: Config) -> int:
+    """Columns of a program of the merge, a warp: few, which read much at once, until the programs of all rows take turns."""
+    if rows >= 2048:
+        return 128
+    return 64 if c.block_m == 64 else 32
 
 
 def _shared_blocks(s: Shape | DecodeProblem, c: Config, rows: int, bias: str) -> int:
@@ -195,7 +199,7 @@ def _constants(
         "N": c.block_n,
         "SPLIT": c.split,
         "MAX_SPLITS": c.max_splits,
-        "GROUP_SPLITS": GROUP_SPLITS,
+        "GROUP_SPLITS": c.group,
         "LEAST": least,
         "HAS_LEFT": s.left is not None,
         "SINK": s.sink is not None,
@@ -229,6 +233,7 @@ def _constants(
         "BIAS": "" if s.bias is None else s.bias.kind,
         "LATENT": s.latent,
         "FINAL": final,
+        "ALONE": c.block_m >= 64 and not s.latent,
         "UNIT": s.unit,
         "SHARED": blocks > 0,
         "NARROW": s.narrow and _pairs(s) and pages in (TILE_IN_PAGE, SCATTERED),
@@ -238,6 +243,6 @@ def _constants(
     if c.registers is not None and pdl and s.bias is None:  # which takes registers of its own
         split["maxnreg"] = c.registers
     return shared | split, shared | {
-        "DV": merge_dim, "AHEAD": _AHEAD, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0, "FINAL": final and blocks > 0,
-        "num_warps": c.merge_warps,
+        "DV": merge_dim, "AHEAD": _AHEAD // c.group, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0,
+        "FINAL": final and blocks > 0, "num_warps": 1,
     }  # fmt: skip

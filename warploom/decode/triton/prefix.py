@@ -15,7 +15,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.decode.triton.bias import bias_of_rows, biased
 from warploom.decode.triton.pairs import columns, parted, rows_of_queries, weigh_scaled
-from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCALARS, SCATTERED, TILE_IN_PAGE, settle, weigh, zeros
+from warploom.decode.triton.parts import (
+    CONTIGUOUS,
+    ONE_PAGE,
+    SCALARS,
+    SCATTERED,
+    TILE_IN_PAGE,
+    ended,
+    split_size,
+    weigh,
+    zeros,
+)
 from warploom.kernels.triton.numerics import LOG2E, capped, clamp, dot
 
 
@@ -34,19 +44,10 @@ def _with_previous(
     # A tree hides of its own keys, the last T, even ones that a window would show all queries.
     margin = tl.minimum(right + 1, 0) if TREE else right + 1
     keys = tl.minimum(keys, tl.minimum(own, before) - T + margin)
-    size = _split_size(own, right, SPLIT, MAX_SPLITS, N, LEAST)
-    alike = paired & (size == _split_size(before, right, SPLIT, MAX_SPLITS, N, LEAST))
+    # No window ends to the left.
+    size = split_size(tl.minimum(own, own + right), SPLIT, MAX_SPLITS, N, LEAST)
+    alike = paired & (size == split_size(tl.minimum(before, before + right), SPLIT, MAX_SPLITS, N, LEAST))
     return tl.where(alike, tl.maximum(keys, 0), 0), size
-
-
-@triton.jit
-def _split_size(length, right, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr):
-    """Keys of a split where no window ends to the left: those of `splits`."""
-    if LEAST:
-        return length * 0 + SPLIT
-    else:
-        keys = tl.minimum(length, length + right)
-        return tl.where(keys > SPLIT * MAX_SPLITS, tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N, SPLIT)
 
 
 @triton.jit
@@ -294,10 +295,11 @@ def share_kernel(
             for r in tl.static_range(BLOCKS):
                 member, t, head_q = _rows(r, first, head, T, GROUP, M)
                 row_live = member < past
-                part, part_lse = settle(accs[SLICES * r], totals[r], tops[r])
                 if PAIRS:
-                    odd, _ = settle(accs[2 * r + 1], totals[r], tops[r])
-                    part = tl.interleave(part, odd)
+                    both, total, top = ended((accs[2 * r], accs[2 * r + 1]), totals[r], tops[r], True)
+                    part = tl.interleave(both[0], both[1])
+                else:
+                    part, total, top = accs[r], totals[r], tops[r]
                 row = ((base + member).to(tl.int64) * HEADS_KV * GROUP + head_q) * T + t
                 place = row * max_units + split
                 tl.store(
@@ -306,5 +308,6 @@ def share_kernel(
                     mask=row_live[:, None] & dv_live[None, :],
                     eviction_policy="evict_last",
                 )
-                tl.store(lse_ptr + place, part_lse, mask=row_live, eviction_policy="evict_last")
+                tl.store(lse_ptr + 2 * place, total, mask=row_live, eviction_policy="evict_last")
+                tl.store(lse_ptr + 2 * place + 1, top, mask=row_live, eviction_policy="evict_last")
             second = tl.min(tl.where(joined & (lane >= past), lane, END), 0)

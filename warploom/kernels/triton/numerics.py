@@ -71,3 +71,16 @@ def dot(a, b, acc):
         return tl.dot(a, b, acc, input_precision="tf32x3")
     else:
         return tl.dot(a, b, acc)
+
+
+@triton.jit
+def opaque_zeros(M: tl.constexpr, N: tl.constexpr):
+    """Zeros for an accumulator of wgmma that the compiler takes for results.
+
+    Known zeros are written into the accumulator's registers wherever a path skips a loop of products. Where such a path meets
+    the loop's end ahead of its wait, ptxas gives up and waits for each product before the next (its note C7515).
+    """
+    zeros = tl.zeros([M, N], tl.float32)
+    if not INTERPRETED:
+        zeros = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [zeros], tl.float32, False, 1)
+    return zeros
