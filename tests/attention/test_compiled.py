@@ -73,7 +73,7 @@ def test_a_decode_kernel_without_a_prefix_takes_nothing_of_one() -> None:
     for kernel in ("split", "merge"):
         found = tool.specialised(tool.recorded(case)[f"{case} {kernel}"])
         taken = {found.signature[name] for name in ("prefix_ptr", "prefix_keys", "sequences", "chunk")}
-        assert taken == {"constexpr"} and not found.constants["SHARED_BLOCKS" if kernel == "split" else "SHARED"]
+        assert taken == {"constexpr"} and not found.constants["SHARED"]
 
 
 def test_recording_leaves_nothing_behind() -> None:

@@ -16,6 +16,7 @@ from tests.decode.fp8_case import Fp8Case, check_fp8
 from tests.decode.harness import Case, check, check_bits
 from warploom.decode.api import decode
 from warploom.decode.cache import KVCache, PagedKVCache
+from warploom.kernels.e4m3 import E4M3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu_memory")]
 
@@ -136,6 +137,29 @@ def test_short_way_equals_the_long_one() -> None:
         decode(q.clone().requires_grad_(), cache)
     with pytest.raises(ValueError, match="head"):
         decode(q[:, :, :31], cache)
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs e4m3 in hardware")
+@pytest.mark.parametrize("head_dim", [72, 128])
+@pytest.mark.parametrize("page_size,granularity,seed", [(None, "token", 4), (16, "head", -1), (16, "token", None)])
+def test_short_way_over_fp8_is_the_long_one(page_size: int | None, granularity: Any, seed: int | None, head_dim: int) -> None:
+    options = {"dtype": E4M3, "device": "cuda", "granularity": granularity, "hadamard_seed": seed}
+    if page_size is None:
+        cache: Any = KVCache.allocate(2, 2100, 8, head_dim, **options)
+    else:
+        cache = PagedKVCache.allocate(2, 2100, 8, head_dim, page_size=page_size, **options)
+    for tokens in (2000, 1):
+        cache.append(*(torch.randn(2, tokens, 8, head_dim, device="cuda") for _ in range(2)))
+        for dtype in (torch.bfloat16, torch.float32):
+            for _ in range(3):
+                q = torch.randn(2, 1, 32, head_dim, device="cuda").to(dtype)
+                out, lse = decode(q, cache, return_lse=True)
+                want, want_lse = decode(q, replace(cache), return_lse=True)
+                assert torch.equal(out, want) and torch.equal(lse, want_lse)
+        cache.v_scale.mul_(2)
+    assert len(cache.ready) == 2
+    odd = torch.randn(q.numel() + 1, device="cuda")[1:].view_as(q)
+    assert torch.equal(decode(odd, cache), decode(odd.clone(), replace(cache)))
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

@@ -10,6 +10,7 @@ import torch
 
 from tests.decode.prefixes import Alike, check_bits
 from warploom.bias import ALiBi
+from warploom.decode.api import decode
 from warploom.decode.arguments import decode_args
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.triton import launch
@@ -122,6 +123,41 @@ def test_a_graph_follows_the_table_and_the_lengths() -> None:
         cache.lengths.copy_(torch.tensor(lengths))
         graph.replay()
         assert torch.equal(out, c.run(None, cache=cache)[0]), lengths
+
+
+@pytest.mark.parametrize("heads_kv", [2, 8])
+def test_layers_in_a_graph(heads_kv: int) -> None:
+    """Each layer's launches start before those ahead of them have ended: an append, what is shared, what is not, a merge."""
+    c = drawn([1200 + b % 3 for b in range(64)], [0, *[1024] * 63], heads_q=4 * heads_kv, heads_kv=heads_kv)
+    caches = [c.cache() for _ in range(2)]
+    for cache in caches:
+        assert isinstance(cache, PagedKVCache)
+        cache.k_pages.nan_to_num_(0.5)
+        cache.v_pages.nan_to_num_(0.5)
+        cache.lengths.sub_(8)
+    q, k = c.q(), torch.randn(64, 1, heads_kv, 128, device="cuda").bfloat16()
+
+    def step(cache: Any, prefix: Any) -> list[torch.Tensor]:
+        outs, x = [], q
+        for _ in range(4):
+            cache.append(x[:, :, ::4] + k, x[:, :, 1::4])
+            x = decode(x, cache, prefix=prefix)
+            outs.append(x)
+        return outs
+
+    prefix = c.hint(caches[0])
+    lengths = caches[0].lengths.clone()
+    step(caches[0], prefix)
+    caches[0].lengths.copy_(lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step(caches[0], prefix)
+    for _ in range(50):
+        for cache in caches:
+            cache.lengths.copy_(lengths)
+        graph.replay()
+        for a, b in zip(outs, step(caches[1], None), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_thousand_repeats() -> None:

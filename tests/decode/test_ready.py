@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from warploom.decode.api import decode
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.prefix import SharedPrefix
 from warploom.decode.problem import DecodeArgs
+from warploom.kernels import rotation
+from warploom.kernels.e4m3 import E4M3
 from warploom.runtime import dispatch
 
 Short = list[tuple[int, ...]]
@@ -71,6 +74,50 @@ def test_calls_with_a_prefix_go_by_it_too(short: Short) -> None:
     for _ in range(3):  # of a copy no launcher is kept
         torch.testing.assert_close(decode(q, pages, backend="triton", prefix=wide), want)
     assert not short
+
+
+@pytest.mark.parametrize("granularity", ["token", "head"])
+@pytest.mark.parametrize("seed", [3, None])
+def test_calls_over_fp8_go_by_it_too(short: Short, granularity: Any, seed: int | None) -> None:
+    """Each query is rotated, and scales are read, at the call."""
+    cache = KVCache.allocate(2, 16, 2, 8, dtype=E4M3, granularity=granularity, hadamard_seed=seed)
+    cache.append(torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8))
+    assert cache.v_scale is not None
+    for count in range(4):
+        q = torch.randn(2, 1, 4, 8)
+        want = decode(q, replace(cache), backend="cpu")
+        assert torch.equal(decode(q, cache, backend="triton"), want)
+        assert len(short) == count
+        cache.v_scale.mul_(2)
+    other = replace(cache, v_scale=cache.v_scale / 2)
+    assert torch.equal(decode(q, other, backend="triton"), want) and len(short) == 3
+    assert torch.equal(decode(q.half(), cache, backend="triton"), decode(q.half(), cache, backend="cpu")) and len(short) == 3
+    turned = torch.randn(2, 1, 8, 4).mT
+    for _ in range(3):  # of a copy no launcher is kept
+        assert torch.equal(decode(turned, cache, backend="triton"), decode(turned, replace(cache), backend="cpu"))
+    assert len(short) == 3
+
+
+def test_a_query_that_is_not_rotated_so_takes_the_long_way(short: Short, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at an odd address, say; and none goes the short way where nothing quicker rotates."""
+    fits: list[bool] = []
+
+    def bound(x: Tensor, seed: int) -> Any:
+        return lambda x: rotation.rotated_like(x, seed) if fits.pop() else None
+
+    monkeypatch.setattr(rotation, "bound", bound)
+    cache = KVCache.allocate(2, 16, 2, 8, dtype=E4M3)
+    cache.append(torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8))
+    q = torch.randn(2, 1, 4, 8)
+    want = decode(q, replace(cache), backend="cpu")
+    for fit, count in ((None, 0), (True, 1), (False, 1), (True, 2)):
+        fits[:] = [] if fit is None else [fit]
+        assert torch.equal(decode(q, cache, backend="triton"), want) and len(short) == count
+    monkeypatch.setattr(rotation, "bound", lambda x, seed: None)
+    other = replace(cache)
+    for _ in range(3):
+        assert torch.equal(decode(q, other, backend="triton"), want)
+    assert len(short) == 2 and not other.ready
 
 
 def test_a_query_elsewhere_is_refused_as_before(short: Short) -> None:

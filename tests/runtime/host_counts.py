@@ -19,6 +19,7 @@ import warploom
 from tests.attention.host_counts import calls_of, launched
 from tools.frozen.pretend import Recorder, hopper
 from warploom.delta import api as delta_api
+from warploom.kernels.e4m3 import E4M3
 from warploom.linear import api as linear_api
 
 BATCH, TOKENS, HEADS, DIM = 2, 64, 4, 64
@@ -47,8 +48,11 @@ MOST_CALLS = {
     "linear step": 67,  # (252)
     "linear step, decay": 72,  # (271)
     "decode": 29,
-    "decode, a prefix": 35,  # (149)
-    "decode, a number of keys": 32,  # (149)
+    "decode, a prefix": 36,  # (149); a launch more than without: what is shared
+    "decode, a number of keys": 33,  # (149)
+    "decode, FP8": 37,  # (210)
+    "decode, FP8, not rotated": 31,  # (168)
+    "decode, FP8, a prefix": 44,
     "append": 86,
 }
 BACKWARD = ["back_kernel", "dq_kernel", "dk_kernel"]
@@ -61,6 +65,9 @@ LAUNCHED = {
     "linear": ["forward_kernel"],
     "linear, both passes": ["forward_kernel", "dq_kernel", "dkdv_kernel"],
     "linear step": ["step_kernel"],
+    "decode, FP8": ["_rotate_kernel", "split_kernel"],
+    "decode, FP8, not rotated": ["split_kernel"],
+    "decode, FP8, a prefix": ["_rotate_kernel", "share_kernel", "split_kernel", "merge_kernel"],
 }
 
 
@@ -77,6 +84,10 @@ def cases() -> dict[str, Call]:
     cache = warploom.KVCache.allocate(BATCH, 256, HEADS, DIM, device="cuda")
     pages = warploom.PagedKVCache.allocate(BATCH, 2048, HEADS, DIM, device="cuda")
     prefix = pages.shared_prefix()
+    sizes: dict[str, Any] = {"dtype": E4M3, "device": "cuda"}
+    fp8 = warploom.KVCache.allocate(BATCH, 256, HEADS, DIM, **sizes)
+    straight = warploom.KVCache.allocate(BATCH, 256, HEADS, DIM, granularity="head", hadamard_seed=None, **sizes)
+    fp8_pages = warploom.PagedKVCache.allocate(BATCH, 2048, HEADS, DIM, **sizes)
     token = [t.unsqueeze(1) for t in rows]
     delta, linear = partial(warploom.gated_delta_rule, backend="triton"), warploom.linear_attention
     first = warploom.gated_delta_rule
@@ -106,6 +117,9 @@ def cases() -> dict[str, Call]:
         "decode": lambda: warploom.decode(token[0], cache),
         "decode, a prefix": lambda: warploom.decode(token[0], pages, prefix=prefix),
         "decode, a number of keys": lambda: warploom.decode(token[0], pages, prefix=1100),
+        "decode, FP8": lambda: warploom.decode(token[0], fp8),
+        "decode, FP8, not rotated": lambda: warploom.decode(token[0], straight),
+        "decode, FP8, a prefix": lambda: warploom.decode(token[0], fp8_pages, prefix=prefix),
         "append": lambda: cache.append(*token[1:]),
     }
 
@@ -127,6 +141,29 @@ def check() -> None:
                 assert name not in LAUNCHED or LAUNCHED[name] == first[0], (name, first)
                 found = calls_of(call)
             assert found <= MOST_CALLS[name], (name, found)
+
+
+def check_arguments() -> None:
+    """What a decode call launches the short way takes what it took the long way."""
+    recorder = Recorder()
+    with hopper(recorder) as fresh:
+        fresh()
+        for name, call in cases().items():
+            if name.startswith("decode"):
+                long, short = ([list(map(known, each["values"])) for each in given(recorder, call)] for _ in range(2))
+                assert long == short, (name, long, short)
+
+
+def given(recorder: Recorder, call: Call) -> list[dict[str, Any]]:
+    """The launches of a call."""
+    recorder.clear()
+    call()
+    return recorder.launches
+
+
+def known(value: Any) -> Any:
+    """What a launch takes, of a pointer how far it is aligned."""
+    return f"pointer at {value.rpartition(' at ')[2]}" if isinstance(value, str) and " at " in value else value
 
 
 def check_memory() -> None:
@@ -170,5 +207,6 @@ def check_memory() -> None:
 
 if __name__ == "__main__":
     check()
+    check_arguments()
     check_memory()
     print("as few as can be")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -15,11 +16,12 @@ from warploom.decode.chunk import as_chunk
 from warploom.decode.ops import decode_op, is_empty
 from warploom.decode.plan import plan_of
 from warploom.decode.prefix import SharedPrefix
-from warploom.decode.problem import DecodeProblem
+from warploom.decode.problem import DecodeArgs, DecodeProblem
 from warploom.runtime import arguments, dispatch, invariance
 from warploom.runtime.arguments import Window, checked
 from warploom.runtime.op import plain, recorded
 from warploom.runtime.plan import Describer, Plan, offer
+from warploom.runtime.qkv import last_contiguous
 
 MOST_READY = 64  # short ways that a cache keeps, by shapes of queries and numbers
 
@@ -138,8 +140,8 @@ def decode(
     chosen = dispatch.choose(DecodeProblem.from_args(args), backend, "decode")
     args = args._replace(backend=chosen)
     out, lse = decode_op(*args)
-    if short and args.q is q and (args.prefix is None or args.prefix is found) and not is_empty(args):
-        run = dispatch.find(chosen, "decode").bind(args)
+    if short and (args.prefix is None or args.prefix is found) and not is_empty(args):
+        run = _bound(args, q, cache.hadamard_seed)
         if run is not None:
             if len(cache.ready) >= MOST_READY:
                 cache.ready.clear()
@@ -155,6 +157,26 @@ def _prepare(q: Tensor, cache: KVCache | PagedKVCache, **keywords: Any) -> Plan:
 
 
 offer(Describer(plan_of, _prepare), KVCache, PagedKVCache)
+
+
+def _bound(args: DecodeArgs, q: Tensor, seed: int | None) -> Callable[..., Any] | None:
+    """What runs later calls of queries like q, of which ``args`` are; over rotated keys ``seed`` rotates them first."""
+    run: Callable[..., Any] | None = None
+    if args.q is q or (seed is not None and last_contiguous(q) is q):  # nothing else is a copy that every call has to make
+        run = dispatch.find(args.backend, "decode").bind(args)
+    if run is None or seed is None:
+        return run
+    from warploom.kernels.rotation import bound
+
+    turn, turned_run = bound(q, seed), run
+    if turn is None:
+        return None
+
+    def rotated(q: Tensor, *others: Any) -> Any:
+        turned = turn(q)
+        return None if turned is None else turned_run(turned, *others)
+
+    return rotated
 
 
 def _whole(window: object) -> bool:
@@ -180,5 +202,6 @@ def _is_plain(q: object, sink: object, cache: object) -> bool:
         return False
     if sink is not None and (not isinstance(sink, Tensor) or sink.device != q.device or sink.stride() != (1,)):
         return False
+    scales = cache.k_scale, cache.v_scale
     # As `unobserved` has it: the host's calls are counted.
-    return plain(q, sink, k, v) and not recorded(q, sink, k, v)
+    return plain(q, sink, k, v, *scales) and not recorded(q, sink, k, v, *scales)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,11 +27,28 @@ def in_kernels(head_dim: int) -> bool:
 
 def rotated_like(x: Tensor, seed: int) -> Tensor:
     """x (…, tokens, heads, head_dim) as `e4m3.rotate` has it, rounded to its dtype."""
-    taken = x.is_cuda and _HAS_TRITON and x.dtype in _DTYPES and 3 <= x.ndim <= 4 and x.numel() > 0
-    if taken and in_kernels(x.shape[-1]) and capability(x.device) >= 80:
+    if _in_one_launch(x):
         found: Tensor = rotate_op(last_contiguous(x), seed)
         return found
     return rotate(x, seed).to(x.dtype)
+
+
+def bound(x: Tensor, seed: int) -> Callable[[Tensor], Tensor | None] | None:
+    """What rotates later tensors of x's shape, strides, dtype and device as `rotated_like` did x, which nothing sees.
+
+    None where there is nothing quicker; it gives None where a tensor or the current device does not fit.
+    """
+    if not _in_one_launch(x):
+        return lambda x: rotate(x, seed).to(x.dtype)
+    from warploom.kernels.triton.hadamard import bound as in_one_launch
+
+    return in_one_launch(x, seed)
+
+
+def _in_one_launch(x: Tensor) -> bool:
+    """Whether a kernel rotates x."""
+    taken = x.is_cuda and _HAS_TRITON and x.dtype in _DTYPES and 3 <= x.ndim <= 4 and x.numel() > 0
+    return taken and in_kernels(x.shape[-1]) and capability(x.device) >= 80
 
 
 class RotateOp(Op):

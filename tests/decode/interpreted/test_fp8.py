@@ -12,8 +12,12 @@ import torch
 from tests.decode import fp8_checks
 from tests.decode.fp8_case import Fp8Case, check_fp8
 from tests.decode.interpreted.test_kernels import fresh_plans, shrink
+from warploom.decode.api import decode
 from warploom.decode.append import append as torch_append
+from warploom.decode.arguments import decode_args
+from warploom.decode.cache import PagedKVCache
 from warploom.decode.problem import AppendArgs
+from warploom.decode.triton import launch
 from warploom.decode.triton.tokens import append as triton_append
 
 __all__ = ["fresh_plans"]
@@ -66,3 +70,20 @@ def test_rotated_queries(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("check", fp8_checks.CHECKS, ids=lambda check: check.__name__)
 def test_numbers_and_scales(check: Callable[[torch.dtype, str], None]) -> None:
     check(torch.float16, "cpu")
+
+
+def test_strides_of_pages_may_take_64_bits() -> None:
+    """Of a pool of one page, which nothing multiplies by more than 0; strides of 32 bits have an instruction of their own."""
+    options: dict[str, Any] = {"page_size": 16, "dtype": torch.float8_e4m3fn}
+    cache = PagedKVCache.allocate(1, 16, 2, 32, **options)
+    cache.append(torch.randn(1, 16, 2, 32), torch.randn(1, 16, 2, 32))
+    table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([27], dtype=torch.int32)
+    pages = [cache.k_pages, cache.v_pages]
+    wide = [t.as_strided(t.shape, (2**40, *t.stride()[1:])) for t in pages]
+    q, found, narrow = torch.randn(1, 1, 4, 32).half(), [], []
+    for k, v in (pages, wide):
+        one = PagedKVCache(k, v, table, lengths, cache.k_scale, cache.v_scale, cache.hadamard_seed)
+        found.append(decode(q, one, backend="triton"))
+        args = decode_args(q, one, None, 0.0, None, None, None, None, None)
+        narrow.append(launch._plan_of(args)[0].split._constants["NARROW"])
+    assert torch.equal(*found) and narrow == [True, False]

@@ -77,6 +77,40 @@ def test_bits_of_longer_splits(constants: dict[str, int], monkeypatch: pytest.Mo
     check_bits(drawn([150, 140, 270], [0, 128, 128]))
 
 
+@pytest.mark.parametrize(
+    "lengths,common,page_size",
+    [
+        ([60, 0, 66, 33, 90, 12], [0, 0, 0, 32, 0, 0], 8),  # two share, an empty sequence and others do not
+        ([40, 33, 128, 20, 100, 90], [0, 32, 0, 0, 0, 80], 1),
+        ([128, 128], [0, 112], 64),
+        ([30, 50], [0, 0], 16),  # nothing
+        ([64, 70, 64], [0, 64, 64], None),  # all of two
+    ],
+)
+@pytest.mark.parametrize("merging", [2, 1024])
+def test_bits_of_crowds_whose_sequences_are_one_unit(
+    lengths: list[int], common: list[int], page_size: int | None, merging: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain decode writes results without a merge: so do sequences that share nothing, and programs merge several rows."""
+    short(monkeypatch, full=0, _MERGING=merging)
+    c = drawn(lengths, common, page_size=page_size, keywords={"sink": torch.tensor([1.0, -1.0])})
+    cache = c.cache()
+    p, _, _ = launch._plan_of(args_of(c, cache, c.hint(cache) or 1))
+    assert p.whole and p.merge is not None and p.merge_grid[0] == min(2 * len(lengths), merging)
+    check_bits(c)
+
+
+def test_own_keys_are_read_as_by_plain_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of what nobody shares takes the tiles and stages of plain decode, whose memory lets as many programs run."""
+    for constants in ({}, GROUPED):
+        short(monkeypatch, **constants)
+        c = drawn([140, 140], [0, 64])
+        cache = c.cache()
+        found, plain = (launch._plan_of(args_of(c, cache, prefix))[0] for prefix in (cache.shared_prefix(), None))
+        assert found.share is not None and found.grid == plain.grid
+        assert found.split._constants | {"SHARED": False} == plain.split._constants
+
+
 def test_bits_of_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     short(monkeypatch, split=48)
     check_bits(drawn([120, 110], [0, 104], page_size=8))
@@ -177,4 +211,4 @@ def test_chunks_are_even() -> None:
     args = args_of(c, c.cache(), 512)
     p, _, numbers = launch._plan_of(args)
     assert p.chunk == 9 and numbers.sequences == 17 and numbers.prefix_keys == 512
-    assert p.split._constants["SHARED_BLOCKS"] == 4
+    assert p.share is not None and p.share._constants["BLOCKS"] == 4

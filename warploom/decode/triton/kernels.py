@@ -1,4 +1,4 @@
-"""The two kernels: `split_kernel` computes one split of one sequence, `merge_kernel` folds a row's splits.
+"""The kernels: `split_kernel` computes splits of one sequence, `merge_kernel` folds a row's; `append_kernel` writes tokens.
 
 Tile legend: M rows (queries of a group of heads, t · group + g), N keys, D head_dim, DV head_dim of v. Of a latent cache,
 whose values are the first columns of its keys, D is DV, and REST holds what keys have behind them: a tile is loaded once for
@@ -17,9 +17,11 @@ from warploom.decode.triton.pairs import columns, parted, rows_of_queries, weigh
 from warploom.decode.triton.parts import (
     CONTIGUOUS,
     ONE_PAGE,
+    SCALARS,
     SCATTERED,
     TILE_IN_PAGE,
     ended,
+    far,
     fold,
     fold_all,
     key_range,
@@ -31,23 +33,12 @@ from warploom.decode.triton.parts import (
     splits,
     weigh,
 )
-from warploom.decode.triton.prefix import own_units, share, shared_splits, unit_splits
+from warploom.decode.triton.prefix import most_shared, own_units, shared_splits, unit_splits
 from warploom.kernels.triton.numerics import LN2, LOG2E, capped, clamp
 from warploom.kernels.triton.softmax import add_sink
 
 
-# Scalars are not specialised: one binary serves every size. Strides of q, k and v come in units of UNIT elements, which
-# tells the compiler how far they align.
-@triton.jit(
-    do_not_specialize=[
-        "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "k_scale_ptr", "v_scale_ptr", "bias_ptr", "stride_qb",
-        "stride_qt", "stride_qh", "stride_kb", "stride_kn", "stride_kh",
-        "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree", "programs", "grouped", "max_units", "capacity",
-        "pages", "page_shift", "page_mask", "left", "right", "stride_ksb", "stride_ksn", "stride_ksh", "stride_vsb",
-        "stride_vsn", "stride_vsh", "stride_bias_b", "stride_bias_h", "stride_bias_k", "bias_entries", "bias_origin",
-        "prefix_ptr", "sequences", "chunk", "prefix_keys",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=SCALARS)
 def split_kernel(
     q_ptr,
     k_ptr,
@@ -62,6 +53,8 @@ def split_kernel(
     prefix_ptr,
     out_ptr,
     lse_ptr,
+    whole_ptr,
+    whole_lse_ptr,
     stride_qb: tl.int64,
     stride_qt: tl.int64,
     stride_qh: tl.int64,
@@ -125,7 +118,8 @@ def split_kernel(
     FINAL: tl.constexpr,
     ALONE: tl.constexpr,
     UNIT: tl.constexpr,
-    SHARED_BLOCKS: tl.constexpr,
+    SHARED: tl.constexpr,
+    NARROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Units of one sequence, every ``programs``-th, for the rows of one kv head.
@@ -137,8 +131,8 @@ def split_kernel(
     With ALONE every split has a loop of its own. Products of 64 rows are by wgmma, and where a branch in their loop reads or
     resets an accumulator, ptxas waits for each product before the next (its note C7515).
 
-    With SHARED_BLOCKS, tiles of rows that neighbours share a prefix in, all programs compute what is shared first, and parts go
-    by their first split: (batch, heads_q, T, max_units, head_dim_v) with a place for every split.
+    With SHARED, `share_kernel` computes the splits that neighbours share. Parts have a place for every split and go by their
+    first; with FINAL a sequence that shares nothing has its result, at ``whole_ptr``.
     """
     ROW_BLOCKS: tl.constexpr = (T * GROUP + M - 1) // M
     pid = tl.program_id(0)
@@ -163,6 +157,8 @@ def split_kernel(
     SLICES: tl.constexpr = 2 if PAIRS else 1
     WHOLE: tl.constexpr = PAIRS and UNIT > 1
     UNIT_KV: tl.constexpr = UNIT // 2 if WHOLE else UNIT
+    # Of a tile's rows the first eights that hold any: the compiler knows which registers hold the others.
+    taken = tl.arange(0, M) < (T * GROUP + 7) // 8 * 8 if PAIRS and ROW_BLOCKS == 1 else None
     if PAIRS:
         k_ptr = k_ptr.to(tl.pointer_type(tl.int16 if WHOLE else tl.int8), bitcast=True)
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16 if WHOLE else tl.int8), bitcast=True)
@@ -170,18 +166,10 @@ def split_kernel(
         rest = HEAD_DIM_V + tl.arange(0, REST)
         rest_live = rest < HEAD_DIM
     if PDL:
-        gdc_wait()
+        # `share_kernel` let this one start only after its own wait: what came before both is settled.
+        if not SHARED:
+            gdc_wait()
         gdc_launch_dependents()
-    if SHARED_BLOCKS > 0:
-        share(
-            q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, tree_ptr, k_scale_ptr, v_scale_ptr, bias_ptr, prefix_ptr, out_ptr,
-            lse_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-            stride_table, stride_tree, max_units, capacity, pages, page_shift, page_mask, right, scale, softcap, stride_ksb,
-            stride_ksn, stride_ksh, stride_vsb, stride_vsn, stride_vsh, stride_bias_b, stride_bias_h, stride_bias_k,
-            bias_entries, bias_origin, sequences, chunk, prefix_keys,
-            T, HEADS_KV, GROUP, HEAD_DIM, HEAD_DIM_V, M, N, D, DV, SPLIT, MAX_SPLITS, PAGES, LEAST, SOFTCAP, TREE, TREE_DEPTHS,
-            FP8, PAIRS, WHOLE, BIAS, UNIT, SHARED_BLOCKS,
-        )  # fmt: skip
 
     q_ptr += batch * stride_qb * UNIT
     q_offset = (t.to(tl.int64) * stride_qt + head_q.to(tl.int64) * stride_qh) * UNIT
@@ -195,14 +183,13 @@ def split_kernel(
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
-    if SHARED_BLOCKS > 0:
+    if SHARED:
         shared = shared_splits(
             pid // programs, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT,
             MAX_SPLITS, N, LEAST,
         )  # fmt: skip
         grouped = each > 1
         units, single, groups = own_units(shared, tl.cdiv(tl.maximum(last, 0), size), grouped, GROUP_SPLITS)
-        at, each = unit_splits(program, shared, single, groups, GROUP_SPLITS)
     position = length - T + t
     if TREE:
         bits = tl.load(tree_ptr + batch * stride_tree + t, mask=row_live, other=0)
@@ -237,20 +224,30 @@ def split_kernel(
 
     # Pages are read one tile ahead: then K and V never wait for them. The first ones need not wait for the length either,
     # which LEAST keeps out of `begin`: what lies past it is a slot of the table all the same.
-    begin = at * size if SHARED_BLOCKS > 0 else start + program * each * size
+    begin = start + program * each * size
     if PAGES == TILE_IN_PAGE:
         page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin, capacity - 1), 0) >> page_shift))
     elif PAGES == SCATTERED:
         page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin + n, capacity - 1), 0) >> page_shift))
+    if SHARED:  # noqa: SIM102 (a constexpr)
+        if shared > 0:  # the first unit begins elsewhere
+            at, _ = unit_splits(program, shared, single, groups, GROUP_SPLITS)
+            begin = at * size
+            if PAGES == TILE_IN_PAGE:
+                page = tl.load(table_ptr + (tl.minimum(begin, capacity - 1) >> page_shift))
+            elif PAGES == SCATTERED:
+                page = tl.load(table_ptr + (tl.minimum(begin + n, capacity - 1) >> page_shift))
     if not LATENT:
         unit_acc, unit_total, unit_top = nothing(M, DV, SLICES)
     # With FINAL there is one unit, and an empty sequence has its result to write too.
     stop = tl.maximum(units, 1) if FINAL else units
+    if FINAL and SHARED:
+        stop = tl.where(shared > 0, units, stop)
     # A run of keys is a unit's, or with ALONE a split's.
     runs = each if ALONE else 1
     for run in range(0, tl.cdiv(tl.maximum(stop - program, 0), programs) * runs):
         unit = program + run // runs * programs
-        if SHARED_BLOCKS > 0:
+        if SHARED:
             at, each = unit_splits(unit, shared, single, groups, GROUP_SPLITS)
             begin = at * size
         else:
@@ -263,35 +260,44 @@ def split_kernel(
         acc, total, top = nothing(M, DV, SLICES)
         for tile in range(begin, end, N):
             cols = tile + n
-            live = (cols >= first) & (cols < end)
+            if PAIRS:
+                # In distances from the tile's start, which stay 32 bits wide: that of `cols` the compiler widens.
+                live = n < end - tile
+                if HAS_LEFT:
+                    live = live & (n >= first - tile)
+            else:
+                live = (cols >= first) & (cols < end)
             if PAGES == TILE_IN_PAGE:
                 slot = (tile & page_mask) + n
             elif PAGES == SCATTERED:
                 slot = cols & page_mask
             else:
                 slot = cols
-            k_offset = slot.to(tl.int64) * stride_kn * UNIT_KV
-            v_offset = slot.to(tl.int64) * stride_vn * UNIT_KV
+            # Down a tile's rows, so that products are where the tile's pointers are.
+            k_offset = far(slot[:, None], stride_kn, NARROW) * UNIT_KV
+            v_offset = far(slot[:, None], stride_vn, NARROW) * UNIT_KV
             if FP8:
-                ks_offset = slot.to(tl.int64) * stride_ksn
-                vs_offset = slot.to(tl.int64) * stride_vsn
+                ks_offset = far(slot, stride_ksn, NARROW)
+                vs_offset = far(slot, stride_vsn, NARROW)
             if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
-                inside = clamp(page, 0, pages - 1).to(tl.int64)
-                k_offset += inside * stride_kb * UNIT_KV
-                v_offset += inside * stride_vb * UNIT_KV
+                inside = clamp(page, 0, pages - 1)
+                inside_rows = inside[:, None] if PAGES == SCATTERED else inside
+                k_offset += far(inside_rows, stride_kb, NARROW) * UNIT_KV
+                v_offset += far(inside_rows, stride_vb, NARROW) * UNIT_KV
                 if FP8:
-                    ks_offset += inside * stride_ksb
-                    vs_offset += inside * stride_vsb
+                    ks_offset += far(inside, stride_ksb, NARROW)
+                    vs_offset += far(inside, stride_vsb, NARROW)
                 if PAGES == TILE_IN_PAGE:
                     page = tl.load(table_ptr + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
                 else:
-                    page = tl.load(table_ptr + ((cols + N) >> page_shift), mask=cols + N < end, other=0)
+                    ahead = n < end - tile - N if PAIRS else cols + N < end
+                    page = tl.load(table_ptr + ((cols + N) >> page_shift), mask=ahead, other=0)
             if PAIRS:
                 k_even, k_odd = columns(k_ptr, k_offset, live, HEAD_DIM, D, WHOLE)
                 s = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
             else:
                 k = tl.load(
-                    k_ptr + k_offset[:, None] + d[None, :],
+                    k_ptr + k_offset + d[None, :],
                     mask=live[:, None] & d_live[None, :],
                     other=0.0,
                     eviction_policy="evict_first",
@@ -302,20 +308,25 @@ def split_kernel(
                 s = product(q, tl.trans(k), None, LATENT)
             if REST > 0:
                 k_rest = tl.load(
-                    k_ptr + k_offset[:, None] + rest[None, :],
+                    k_ptr + k_offset + rest[None, :],
                     mask=live[:, None] & rest_live[None, :],
                     other=0.0,
                     eviction_policy="evict_first",
                 )
                 s = product(q_rest, tl.trans(k_rest), s, LATENT)
             if FP8:
-                k_scale = tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
-                s = s * (k_scale * q_factor[:, None] if PAIRS else k_scale)
+                s = s * tl.load(k_scale_ptr + ks_offset, mask=live, other=0.0)[None, :]
             if SOFTCAP:
-                s, _ = capped(s, scale, softcap)
+                s, _ = capped(s * q_factor[:, None] if PAIRS else s, scale, softcap)
             else:
-                s = s * (scale * LOG2E)
-            seen = live[None, :] & row_live[:, None]
+                # A power of two may join either factor: short of fp32's ends no bit differs.
+                s = s * (q_factor * (scale * LOG2E))[:, None] if PAIRS else s * (scale * LOG2E)
+            if PAIRS:
+                seen = n[None, :] < tl.where(row_live, end - tile, 0)[:, None]
+                if HAS_LEFT:
+                    seen = seen & live[None, :]
+            else:
+                seen = live[None, :] & row_live[:, None]
             if TREE_DEPTHS:
                 # Of the tree's own keys the bits know which ones the window shows.
                 band = cols[None, :] <= position[:, None] + right
@@ -342,7 +353,13 @@ def split_kernel(
             if PAIRS:
                 v_even, v_odd = columns(v_ptr, v_offset, live, HEAD_DIM_V, DV, WHOLE)
                 f, e, inverse = parted(tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0))
-                p, rescale, total, top = weigh_scaled(s, e, inverse, top, total)
+                if BIAS == "distance" or BIAS == "key":
+                    # As below.
+                    shows = tl.max(seen.to(tl.int32), 0) > 0
+                    f = tl.where(shows, f, 0.0)
+                    v_even = tl.where(shows[:, None], v_even, 0.0)
+                    v_odd = tl.where(shows[:, None], v_odd, 0.0)
+                p, rescale, total, top = weigh_scaled(s, e, inverse, f, top, total, taken)
             else:
                 p, rescale, total, top = weigh(s, top, total)
                 if LATENT:
@@ -351,24 +368,19 @@ def split_kernel(
                         v = tl.where(live[:, None], v, 0.0)
                 else:
                     v = tl.load(
-                        v_ptr + v_offset[:, None] + dv[None, :],
+                        v_ptr + v_offset + dv[None, :],
                         mask=live[:, None] & dv_live[None, :],
                         other=0.0,
                         eviction_policy="evict_first",
                     )
                 if FP8:
                     v = (v.to(tl.float32) * tl.load(v_scale_ptr + vs_offset, mask=live, other=0.0)[:, None]).to(q.dtype)
-            if BIAS == "distance" or BIAS == "key":
-                # Keys that the bias hides from all rows may hold anything too. Behind the load, which need not wait for scores.
-                shows = tl.max(seen.to(tl.int32), 0) > 0
-                if PAIRS:
-                    f = tl.where(shows, f, 0.0)
-                    v_even = tl.where(shows[:, None], v_even, 0.0)
-                    v_odd = tl.where(shows[:, None], v_odd, 0.0)
-                else:
+                if BIAS == "distance" or BIAS == "key":
+                    # Keys that the bias hides from all rows may hold anything too. Behind the load, which need not wait for
+                    # scores.
+                    shows = tl.max(seen.to(tl.int32), 0) > 0
                     v = tl.where(shows[:, None], v, 0.0)
             if PAIRS:
-                p = (p * f[None, :]).to(tl.float16)
                 acc = (tl.dot(p, v_even, acc[0] * rescale[:, None]), tl.dot(p, v_odd, acc[1] * rescale[:, None]))
             else:
                 acc = (product(p.to(v.dtype), v, acc[0] * rescale[:, None], LATENT),)
@@ -379,7 +391,7 @@ def split_kernel(
                 edge += size
                 acc, total, top = nothing(M, DV, SLICES)
 
-        if SHARED_BLOCKS > 0:
+        if SHARED:
             ahead, _ = unit_splits(unit + programs, shared, single, groups, GROUP_SPLITS)
             following = ahead * size
         else:
@@ -399,26 +411,57 @@ def split_kernel(
             if not LATENT:
                 acc, total, top = unit_acc, unit_total, unit_top
             part = tl.interleave(acc[0], acc[1]) if PAIRS else acc[0]
-            if FINAL:
-                place = (batch * T + t) * (HEADS_KV * GROUP) + head_q
-                if SINK:
-                    sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0).to(tl.float32) * LOG2E
-                    part, total, top = add_sink(part, total, top, sink)
-                part, lse = settle(part, total, top)
-                tl.store(lse_ptr + row, lse * LN2, mask=row_live)
+            place_of_row = (batch * T + t) * (HEADS_KV * GROUP) + head_q
+            sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK and FINAL else None
+            place = row * max_units + (at if SHARED else unit)
+            if FINAL and SHARED:
+                if shared == 0:
+                    _store_result(
+                        whole_ptr, whole_lse_ptr, place_of_row, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V
+                    )
+                else:
+                    _store_part(out_ptr, lse_ptr, place, part, total, top, row_live, dv, dv_live, HEAD_DIM_V)
+            elif FINAL:
+                _store_result(out_ptr, lse_ptr, place_of_row, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V)
             else:
-                place = row * max_units + (at if SHARED_BLOCKS > 0 else unit)
-                tl.store(lse_ptr + 2 * place, total, mask=row_live, eviction_policy="evict_last")
-                tl.store(lse_ptr + 2 * place + 1, top, mask=row_live, eviction_policy="evict_last")
-            # Parts are read again at once: they are to outlive the stream of keys in L2.
-            tl.store(
-                out_ptr + place[:, None] * HEAD_DIM_V + dv[None, :],
-                part.to(out_ptr.dtype.element_ty),
-                mask=row_live[:, None] & dv_live[None, :],
-                eviction_policy="evict_last",
-            )
+                _store_part(out_ptr, lse_ptr, place, part, total, top, row_live, dv, dv_live, HEAD_DIM_V)
             if not LATENT:
                 unit_acc, unit_total, unit_top = nothing(M, DV, SLICES)
+    if PDL and SHARED:  # noqa: SIM102 (a constexpr)
+        # What waits for this kernel relies on that one too. One program will do: the others make room.
+        if tl.program_id(0) == 0:
+            gdc_wait()
+
+
+@triton.jit
+def _store_result(
+    out_ptr, lse_ptr, place, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V: tl.constexpr
+):  # fmt: skip
+    """Out and lse of rows of which one unit is all that there is."""
+    if sink is not None:
+        part, total, top = add_sink(part, total, top, sink.to(tl.float32) * LOG2E)
+    part, lse = settle(part, total, top)
+    tl.store(lse_ptr + row, lse * LN2, mask=row_live)
+    _store_rows(out_ptr, place, part, row_live, dv, dv_live, HEAD_DIM_V)
+
+
+@triton.jit
+def _store_part(out_ptr, lse_ptr, place, part, total, top, row_live, dv, dv_live, HEAD_DIM_V: tl.constexpr):
+    """A unit's running softmax."""
+    tl.store(lse_ptr + 2 * place, total, mask=row_live, eviction_policy="evict_last")
+    tl.store(lse_ptr + 2 * place + 1, top, mask=row_live, eviction_policy="evict_last")
+    _store_rows(out_ptr, place, part, row_live, dv, dv_live, HEAD_DIM_V)
+
+
+@triton.jit
+def _store_rows(out_ptr, place, x, row_live, dv, dv_live, HEAD_DIM_V: tl.constexpr):
+    """Rows of parts are read again at once: they are to outlive the stream of keys in L2."""
+    tl.store(
+        out_ptr + place[:, None] * HEAD_DIM_V + dv[None, :],
+        x.to(out_ptr.dtype.element_ty),
+        mask=row_live[:, None] & dv_live[None, :],
+        eviction_policy="evict_last",
+    )
 
 
 @triton.jit(
@@ -457,13 +500,45 @@ def merge_kernel(
     SINK: tl.constexpr,
     SHARED: tl.constexpr,
     TREE: tl.constexpr,
+    FINAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Out and lse of DV columns of one row (batch, head, t) from its parts, in order; the sink joins here, once.
 
-    With SHARED there is a place for each split, and a group that nobody shared lies in that of its first.
+    With SHARED there is a place for each split, and a group that nobody shared lies in that of its first. With FINAL, as the
+    split kernel had it, rows that share nothing are done already, and a program takes several others.
     """
-    row = tl.program_id(0)
+    if FINAL:
+        rows = 0
+        if most_shared(sequences, prefix_ptr, prefix_keys) >= SPLIT:
+            rows = sequences * heads_q * T
+        for past in range(0, rows - tl.program_id(0), tl.num_programs(0)):
+            _merge_row(
+                tl.program_id(0) + past, part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr,
+                heads_q, grouped, max_units, capacity, left, right, sequences, chunk, prefix_keys, T, HEAD_DIM_V, N, DV, SPLIT,
+                MAX_SPLITS, GROUP_SPLITS, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
+            )  # fmt: skip
+        if PDL:  # noqa: SIM102 (a constexpr)
+            # As above.
+            if tl.program_id(0) == 0:
+                gdc_wait()
+    else:
+        _merge_row(
+            tl.program_id(0), part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr, heads_q, grouped,
+            max_units, capacity, left, right, sequences, chunk, prefix_keys, T, HEAD_DIM_V, N, DV, SPLIT, MAX_SPLITS,
+            GROUP_SPLITS, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_row(
+    row, part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr, heads_q, grouped, max_units, capacity,
+    left, right, sequences, chunk, prefix_keys,
+    T: tl.constexpr, HEAD_DIM_V: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    GROUP_SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_LEFT: tl.constexpr, AHEAD: tl.constexpr, SINK: tl.constexpr,
+    SHARED: tl.constexpr, TREE: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row of `merge_kernel`."""
     batch = row // (heads_q * T)
     head = row // T % heads_q
     t = row % T
@@ -482,6 +557,8 @@ def merge_kernel(
             batch, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
         )
         units = tl.cdiv(tl.maximum(last, 0), size)
+        if FINAL:
+            units = tl.where(shared > 0, units, 0)
         alone = tl.where(each == 1, units, tl.cdiv(shared, GROUP_SPLITS) * GROUP_SPLITS)
         step = GROUP_SPLITS
     part_lse_ptr += 2 * row * max_units
@@ -519,9 +596,11 @@ def merge_kernel(
         acc, total, top = add_sink(acc, total, top, sink)
     out, lse = settle(acc, total, top)
     out_row = (batch.to(tl.int64) * T + t) * heads_q + head
+    if FINAL:
+        dv_live = dv_live & (shared > 0)
     tl.store(out_ptr + out_row * HEAD_DIM_V + dv, out.to(out_ptr.dtype.element_ty), mask=dv_live)
     if tl.program_id(1) == 0:
-        tl.store(lse_ptr + row + one, lse * LN2)
+        tl.store(lse_ptr + row + one, lse * LN2, mask=(shared + one > 0) if FINAL else None)
 
 
 @triton.jit(

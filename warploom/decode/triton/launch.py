@@ -72,6 +72,7 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
     out = q.new_empty((batch, queries, heads_q, v.shape[3]))
     lse = q.new_empty((batch, heads_q, queries), dtype=torch.float32)
     part_out, part_lse = out, lse
+    whole = (out, lse) if p.whole else (None, None)
     if p.merge is not None:
         part_out = q.new_empty((p.parts, v.shape[3]), dtype=torch.float32)
         part_lse = q.new_empty((p.parts, 2), dtype=torch.float32)
@@ -82,14 +83,17 @@ def forward(args: DecodeArgs) -> tuple[Tensor, Tensor]:
             bits = ancestors(args.tree, (left, numbers.right) if args.measures_paths else None)
         prefix = args.prefix if p.chunk else None
         read = (q, args.k, v, lengths, args.block_table, sink, bits, args.k_scale, args.v_scale, args.bias, prefix)
-        p.split(p.grid, *read, part_out, part_lse, *strides, *numbers)
+        split = (*read, part_out, part_lse, *whole, *strides, *numbers)
+        if p.share is not None:
+            p.share(p.share_grid, *split)
+        p.split(p.grid, *split)
         if p.merge is not None:
             p.merge(p.merge_grid, part_out, part_lse, lengths, sink, prefix, out, lse, *_merge_numbers(p, heads_q, numbers))
     return out, lse
 
 
 class Ready:
-    """A decode call without a tree, FP8 or bias whose cache, shapes and options are known: what is left of the host's work."""
+    """A decode call without a tree or bias whose cache, shapes and options are known: what is left of the host's work."""
 
     def __init__(
         self,
@@ -99,9 +103,10 @@ class Ready:
         numbers: SplitNumbers,
         split: RawLaunch,
         merge: RawLaunch | None,
+        share: RawLaunch | None,
     ) -> None:
         q, v = args.q, args.v
-        self._cache = args.k, args.v, args.lengths, args.block_table
+        self._cache = args.k, args.v, args.lengths, args.block_table, args.k_scale, args.v_scale
         self._device = q.device.index
         self._out_shape = (*q.shape[:3], v.shape[3])
         self._lse_shape = (q.shape[0], q.shape[2], q.shape[1])
@@ -113,7 +118,7 @@ class Ready:
         self._split, self._split_grid, self._split_numbers = split, p.grid, (*strides, *numbers)
         self._merge, self._merge_grid = merge, p.merge_grid
         self._merge_numbers = _merge_numbers(p, q.shape[2], numbers)
-        self._shares = p.chunk > 0
+        self._share, self._share_grid, self._whole = share, p.share_grid, p.whole
 
     def __call__(
         self, q: Tensor, sink: Tensor | None, return_lse: bool, prefix: Tensor | None = None
@@ -131,10 +136,10 @@ class Ready:
         base = buffer.data_ptr()
         out_pointer, lse_pointer = out.data_ptr(), base if lse is None else lse.data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        k, v, lengths, table = self._cache
+        k, v, lengths, table, k_scale, v_scale = self._cache
         lengths_pointer = lengths.data_ptr()
         sink_pointer = None if sink is None else sink.data_ptr()
-        prefix_pointer = None if prefix is None or not self._shares else prefix.data_ptr()
+        prefix_pointer = None if prefix is None or self._share is None else prefix.data_ptr()
         pointers = (
             q_pointer,
             k.data_ptr(),
@@ -143,30 +148,33 @@ class Ready:
             None if table is None else table.data_ptr(),
             sink_pointer,
             None,
-            None,
-            None,
+            None if k_scale is None else k_scale.data_ptr(),
+            None if v_scale is None else v_scale.data_ptr(),
             None,
             prefix_pointer,
         )
         if self._merge is None:
-            self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, *self._split_numbers)
+            self._split(self._split_grid, stream, *pointers, out_pointer, lse_pointer, None, None, *self._split_numbers)
             return out, lse
         parts = (base + self._part_out, base + self._part_lse)
-        self._split(self._split_grid, stream, *pointers, *parts, *self._split_numbers)
+        whole = (out_pointer, lse_pointer) if self._whole else (None, None)
+        if self._share is not None:
+            self._share(self._share_grid, stream, *pointers, *parts, *whole, *self._split_numbers)
+        self._split(self._split_grid, stream, *pointers, *parts, *whole, *self._split_numbers)
         results = (lengths_pointer, sink_pointer, prefix_pointer, out_pointer, lse_pointer)
         self._merge(self._merge_grid, stream, *parts, *results, *self._merge_numbers)
         return out, lse
 
 
 def ready(args: DecodeArgs) -> Ready | None:
-    """The short way for calls like this one, which has run; None where there is none (FP8, the interpreter, odd strides)."""
-    if args.k_scale is not None or not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
+    """The short way for calls like this one, which has run; None where there is none (the interpreter, odd strides)."""
+    if not args.q.is_cuda or args.q.device.index != torch._C._cuda_getDevice():
         return None
     p, strides, numbers = _plan_of(args)
-    split, merge = p.split.raw(), None if p.merge is None else p.merge.raw()
-    if split is None or (p.merge is not None and merge is None):
+    split, merge, share = (None if launch is None else launch.raw() for launch in (p.split, p.merge, p.share))
+    if split is None or (p.merge is not None and merge is None) or (p.share is not None and share is None):
         return None
-    return Ready(args, p, strides, numbers, split, merge)
+    return Ready(args, p, strides, numbers, split, merge, share)
 
 
 def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
@@ -185,6 +193,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     table_width, table_stride = (0, 0) if table is None else (table.shape[1], table.stride(0))
     capacity = args.capacity
     bias, bias_numbers = _bias(args)
+    scales = *scale_strides(k_scale), *scale_strides(v_scale)
     p = plan(
         Shape(
             batch=batch,
@@ -206,12 +215,13 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             left=left,
             softcap=softcap != 0.0,
             prefix="found" if args.prefix is not None else "keys" if args.prefix_keys else "",
+            narrow=k_scale is not None and max(*strides[3:], *scales) < 2**31,
             unit=unit,
             device=q.device.index if q.is_cuda else None,
         )
     )
     left = 0 if left is None else max(min(left, _FAR), -_FAR)
-    (ksb, ksn, ksh), (vsb, vsn, vsh) = scale_strides(k_scale), scale_strides(v_scale)
+    ksb, ksn, ksh, vsb, vsn, vsh = scales
     numbers = SplitNumbers(
         stride_table=table_stride,
         stride_tree=0 if tree is None or tree.shape[0] == 1 else queries * (2 if args.measures_paths else 1),

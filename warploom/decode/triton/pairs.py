@@ -23,6 +23,7 @@ from warploom.kernels.triton.softmax import finite
 _ROOM = tl.constexpr(14)
 _EXPONENT = tl.constexpr(0x7F800000)  # its bits in fp32
 _ONE = tl.constexpr(0x3F800000)
+_STEP = tl.constexpr(0x00800000)
 _LEAST = tl.constexpr(0x1F800000)  # 2^-64
 _MOST = tl.constexpr(0x7E800000)  # 2^126
 
@@ -53,12 +54,12 @@ def _number(byte):
 
 @triton.jit
 def columns(ptr, offset, live, DIM: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
-    """Even and odd columns, fp16, of a tile of rows that start at ``offset`` and have DIM numbers, in tiles of D.
+    """Even and odd columns, fp16, of a tile of rows that start at ``offset`` (rows, 1) and have DIM numbers, in tiles of D.
 
     WHOLE: ``ptr`` points to pairs; otherwise to int8, anywhere.
     """
     pair = tl.arange(0, D // 2)
-    at = offset[:, None] + pair[None, :]
+    at = offset + pair[None, :]
     mask = live[:, None] & (pair < DIM // 2)[None, :]
     if WHOLE:
         pairs = tl.load(ptr + at, mask=mask, other=0, eviction_policy="evict_first")
@@ -103,22 +104,35 @@ def halves(even, odd):
 
 @triton.jit
 def parted(scale):
-    """A scale as f · 2^e with |f| in [1, 2): f, e and 2^-e. Of infinity and NaN e is 0; of scales below 2^-64 it is -64."""
-    power = scale.to(tl.int32, bitcast=True) & _EXPONENT
+    """A scale as f · 2^e with |f| in [1, 2): f, e and 2^-e. Of infinity, NaN and scales below 2^-64 e is -64."""
+    # A step up, the exponent of infinity and NaN is a negative number.
+    power = (scale.to(tl.int32, bitcast=True) & _EXPONENT) + _STEP
     # Within these bounds a sum of 2^-e times weights, and each of them, is a normal number.
-    power = tl.where(power == _EXPONENT, _ONE, clamp(power, _LEAST, _MOST))
+    power = clamp(power, _LEAST + _STEP, _MOST + _STEP) - _STEP
     e = ((power >> 23) - 127).to(tl.float32)
     inverse = (-power + 2 * _ONE).to(tl.float32, bitcast=True)
     return scale * inverse, e, inverse
 
 
 @triton.jit
-def weigh_scaled(s, e, inverse, top, total):
-    """What `parts.weigh` gives, of weights that are times 2^e of their key, e and 2^-e of which are `inverse`."""
-    s += e[None, :]
+def weigh_scaled(s, e, inverse, f, top, total, taken):
+    """What `parts.weigh` gives, of weights times a scale f · 2^e a key, in fp16; ``inverse`` is 2^-e.
+
+    ``taken``: rows that may hold queries, or None where all do. Of the others nothing is computed that no other row shares.
+    """
+    s = _of(taken, s + e[None, :], float("-inf"))
     new_top = tl.maximum(top, tl.max(s, 1) - _ROOM)
     base = finite(new_top)
     w = tl.exp2(s - base[:, None])
     rescale = tl.exp2(top - base)
-    total = total * rescale + tl.sum(w * inverse[None, :], 1)
-    return w, rescale, total, new_top
+    total = total * rescale + tl.sum(_of(taken, w * inverse[None, :], 0.0), 1)
+    return _of(taken, w * f[None, :], 0.0).to(tl.float16), rescale, total, new_top
+
+
+@triton.jit
+def _of(rows, x, other):
+    """x of these rows, all where they are None."""
+    if rows is None:
+        return x
+    else:
+        return tl.where(rows[:, None], x, other)

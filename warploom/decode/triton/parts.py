@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.numerics import clamp, dot
+from warploom.kernels.triton.numerics import INTERPRETED, clamp, dot
 from warploom.kernels.triton.softmax import by_row, divisor, finite, log_sum
 
 # Where a tile's keys lie: in the sequence's own row, in the one page of a one-column table, within some page of a table,
@@ -14,6 +14,16 @@ CONTIGUOUS = tl.constexpr(0)
 ONE_PAGE = tl.constexpr(1)
 TILE_IN_PAGE = tl.constexpr(2)
 SCATTERED = tl.constexpr(3)
+
+# What `split_kernel` and `share_kernel` are not compiled for: one binary serves every size. Strides of q, k and v come in units
+# of UNIT elements, which tells the compiler how far they align.
+SCALARS = [
+    "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "k_scale_ptr", "v_scale_ptr", "bias_ptr", "stride_qb", "stride_qt",
+    "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree",
+    "programs", "grouped", "max_units", "capacity", "pages", "page_shift", "page_mask", "left", "right", "stride_ksb",
+    "stride_ksn", "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh", "stride_bias_b", "stride_bias_h", "stride_bias_k",
+    "bias_entries", "bias_origin", "prefix_ptr", "sequences", "chunk", "prefix_keys",
+]  # fmt: skip
 
 
 @triton.jit
@@ -24,6 +34,23 @@ def key_range(length, left, right, T: tl.constexpr, HAS_LEFT: tl.constexpr):
         first = tl.maximum(length - T - left, 0)
     last = tl.minimum(length, length + right)
     return first, last
+
+
+@triton.jit
+def far(n, stride, NARROW: tl.constexpr):
+    """n · stride in 64 bits, of a 32-bit n. NARROW: 32 bits hold the stride too.
+
+    By name, as the compiler widens a stride ahead of the loop and then multiplies numbers of 64 bits, in four instructions.
+    """
+    if NARROW:
+        if INTERPRETED:
+            return n.to(tl.int64) * stride
+        else:
+            return tl.inline_asm_elementwise(
+                "mul.wide.s32 $0, $1, $2;", "=l,r,r", [n, stride.to(tl.int32)], tl.int64, is_pure=True, pack=1
+            )
+    else:
+        return n.to(tl.int64) * stride
 
 
 @triton.jit

@@ -12,11 +12,22 @@ from warploom.decode.problem import DecodeProblem
 from warploom.decode.triton.config import Config, config, latent_config, latent_widths, shared_blocks
 from warploom.decode.triton.kernels import merge_kernel, split_kernel
 from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE
+from warploom.decode.triton.prefix import share_kernel
 from warploom.kernels.triton.widths import power_of_two, tile_widths
 from warploom.runtime.triton_launch import Launch
 
 # Programs of one launch beyond which a program walks several units: those that find nothing to do cost time too.
 _PROGRAMS = 2048
+# Programs that read what neighbours share: two on each multiprocessor of an H100 or H200, as registers allow. They are there
+# before those of the sequences' own keys, and end at once where nothing is shared.
+_SHARING = 264
+# Rows that a merge takes at once where it may have nothing to do: few programs end sooner.
+_MERGING = 1024
+# What `share_kernel` is compiled for of the split kernel's constants.
+_SHARE = (
+    "T", "HEADS_KV", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "M", "N", "D", "DV", "SPLIT", "MAX_SPLITS", "PAGES", "LEAST", "SOFTCAP",
+    "TREE", "TREE_DEPTHS", "FP8", "PAIRS", "BIAS", "UNIT", "PDL", "launch_pdl", "num_warps",
+)  # fmt: skip
 # Parts that the merge loads at once, whole groups of them.
 _AHEAD = 16
 # Elements that strides count in where they can: 16 bytes of a dtype of 16 bits, and those of one of 8 bits.
@@ -54,6 +65,7 @@ class Shape(NamedTuple):
     left: int | None
     softcap: bool
     prefix: str  # "found" on the device, "keys" of all sequences, "" without
+    narrow: bool  # 32 bits hold the strides of k, v and their scales; asked of FP8 caches alone
     unit: int  # strides of q, k and v count in these; with 1 pointers need not lie at multiples of 16 bytes either
     device: int | None  # None: the interpreter
 
@@ -71,6 +83,9 @@ class Plan:
     split: Launch
     merge: Launch | None  # None: one unit, whose program writes the result
     chunk: int  # neighbours whose rows one program takes of a split that they share, 0 where nothing is shared
+    share: Launch | None  # before the split kernel; None where nothing is shared
+    share_grid: tuple[int, int]
+    whole: bool  # beside parts, the split kernel writes results of sequences that share nothing
 
 
 @lru_cache(maxsize=4096)
@@ -94,26 +109,33 @@ def plan(shape: Shape) -> Plan:
     programs = min(max_units, max(_PROGRAMS // pairs, 4))
     final = max_units == 1
     blocks = _shared_blocks(s, c, rows, "" if s.bias is None else s.bias.kind) if max_splits > 1 else 0
-    chunk = 0
+    chunk = items = 0
     if blocks:
         most = blocks * c.block_m // rows
-        chunk = -(-s.batch // -(-s.batch // most))  # chunks as even as they can be
-        max_units, final = max_splits, False
+        chunks = -(-s.batch // most)
+        chunk = -(-s.batch // chunks)  # chunks as even as they can be
+        items = s.heads_kv * chunks * min(s.capacity // c.split, c.max_splits)
+        max_units = max_splits
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
     split, merge = _constants(s, c, final, grouped, pdl, least, merge_dim, blocks)
     rows = s.batch * s.heads_q * s.queries
+    direct = s.unit > 1 and not (s.bias and s.bias.wide)
+    sharing = {n: split[n] for n in _SHARE if n in split} | {"BLOCKS": blocks, "num_stages": c.stages}
     return Plan(
         grid=(pairs * programs, 1),
-        merge_grid=(rows, -(-s.head_dim_v // merge_dim)),
+        merge_grid=(min(rows, _MERGING) if final else rows, -(-s.head_dim_v // merge_dim)),
         programs=programs,
         grouped=int(grouped),
         max_units=max_units,
         parts=rows * max_units,
-        split=Launch(split_kernel, split, direct=s.unit > 1 and not (s.bias and s.bias.wide)),
-        merge=None if final else Launch(merge_kernel, merge, direct=True),
+        split=Launch(split_kernel, split, direct=direct),
+        merge=None if final and not blocks else Launch(merge_kernel, merge, direct=True),
         chunk=chunk,
+        share=Launch(share_kernel, sharing, direct=direct) if blocks else None,
+        share_grid=(min(items, _SHARING), 1),
+        whole=final and blocks > 0,
     )
 
 
@@ -213,11 +235,14 @@ def _constants(
         "FINAL": final,
         "ALONE": c.block_m >= 64 and not s.latent,
         "UNIT": s.unit,
-        "SHARED_BLOCKS": blocks,
+        "SHARED": blocks > 0,
+        "NARROW": s.narrow and _pairs(s) and pages in (TILE_IN_PAGE, SCATTERED),
         "num_warps": c.warps,
-        # Groups run in whole waves of two programs an SM, which the deeper pipeline's memory allows just so.
-        "num_stages": c.stages + (grouped and c.block_m < 64),
+        "num_stages": c.stages + (c.deeper if grouped else 0),
     }
+    if c.registers is not None and pdl and s.bias is None:  # which takes registers of its own
+        split["maxnreg"] = c.registers
     return shared | split, shared | {
-        "DV": merge_dim, "AHEAD": _AHEAD // c.group, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0, "num_warps": 1
+        "DV": merge_dim, "AHEAD": _AHEAD // c.group, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0,
+        "FINAL": final and blocks > 0, "num_warps": 1,
     }  # fmt: skip

@@ -11,10 +11,21 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.decode.triton.bias import bias_of_rows, biased
 from warploom.decode.triton.pairs import columns, parted, rows_of_queries, weigh_scaled
-from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE, ended, split_size, weigh, zeros
+from warploom.decode.triton.parts import (
+    CONTIGUOUS,
+    ONE_PAGE,
+    SCALARS,
+    SCATTERED,
+    TILE_IN_PAGE,
+    ended,
+    split_size,
+    weigh,
+    zeros,
+)
 from warploom.kernels.triton.numerics import LOG2E, capped, clamp, dot
 
 
@@ -44,7 +55,7 @@ def shared_splits(
     b, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T: tl.constexpr, TREE: tl.constexpr,
     SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Leading splits of sequence b that `share` computes, with one of its neighbours in the chunk or both."""
+    """Leading splits of sequence b that `share_kernel` computes, with one of its neighbours in the chunk or both."""
     place = b % chunk
     last = (place == chunk - 1) | (b + 1 >= sequences)
     above, size = _with_previous(
@@ -84,18 +95,36 @@ def _rows(block, first, head, T: tl.constexpr, GROUP: tl.constexpr, M: tl.conste
 
 
 @triton.jit
-def share(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, tree_ptr, k_scale_ptr, v_scale_ptr, bias_ptr, prefix_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qt, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_table,
-    stride_tree, max_units, capacity, pages, page_shift, page_mask, right, scale, softcap, stride_ksb, stride_ksn,
-    stride_ksh, stride_vsb, stride_vsn, stride_vsh, stride_bias_b, stride_bias_h, stride_bias_k, bias_entries, bias_origin,
+def most_shared(sequences, prefix_ptr, prefix_keys):
+    """Keys that two neighbours share, at most."""
+    if prefix_ptr is None:
+        return prefix_keys
+    else:
+        return tl.load(prefix_ptr + sequences)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def share_kernel(
+    q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, sink_ptr, tree_ptr, k_scale_ptr, v_scale_ptr, bias_ptr, prefix_ptr, out_ptr,
+    lse_ptr, whole_ptr, whole_lse_ptr, stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64, stride_kb: tl.int64,
+    stride_kn: tl.int64, stride_kh: tl.int64, stride_vb: tl.int64, stride_vn: tl.int64, stride_vh: tl.int64,
+    stride_table: tl.int64, stride_tree, programs, grouped, max_units, capacity, pages, page_shift, page_mask, left, right,
+    scale, softcap, stride_ksb: tl.int64, stride_ksn: tl.int64, stride_ksh: tl.int64, stride_vsb: tl.int64,
+    stride_vsn: tl.int64, stride_vsh: tl.int64, stride_bias_b, stride_bias_h, stride_bias_k, bias_entries, bias_origin,
     sequences, chunk, prefix_keys,
     T: tl.constexpr, HEADS_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     PAGES: tl.constexpr, LEAST: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, TREE_DEPTHS: tl.constexpr,
-    FP8: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr, BLOCKS: tl.constexpr,
+    FP8: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Every split that neighbours share, each by one of the launch's programs: parts of all rows that share it."""
+    """Every split that neighbours share, once: parts of all rows that share it. It takes what `split_kernel` takes.
+
+    The programs of `split_kernel` start once all of these are past their wait, and run beside them: they read nothing that is
+    written here, nor write what is read. Where nothing is shared a program ends at once.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     LANES: tl.constexpr = BLOCKS * M // (T * GROUP)
     lane = tl.arange(0, triton.next_power_of_2(LANES))
     END: tl.constexpr = triton.next_power_of_2(LANES)
@@ -105,10 +134,13 @@ def share(
     d_live = d < HEAD_DIM
     dv_live = dv < HEAD_DIM_V
     SLICES: tl.constexpr = 2 if PAIRS else 1
-    # k_ptr and v_ptr are those of pairs already.
+    WHOLE: tl.constexpr = PAIRS and UNIT > 1
     UNIT_KV: tl.constexpr = UNIT // 2 if WHOLE else UNIT
+    if PAIRS:
+        k_ptr = k_ptr.to(tl.pointer_type(tl.int16 if WHOLE else tl.int8), bitcast=True)
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16 if WHOLE else tl.int8), bitcast=True)
 
-    most = prefix_keys if prefix_ptr is None else tl.load(prefix_ptr + sequences)
+    most = most_shared(sequences, prefix_ptr, prefix_keys)
     chunks = tl.cdiv(sequences, chunk)
     items = HEADS_KV * chunks * tl.minimum(tl.minimum(most, capacity) // SPLIT, MAX_SPLITS)
     # Heads vary fastest, then chunks: programs that run at once read the same keys.
@@ -211,8 +243,8 @@ def share(
                     else:
                         page = tl.load(table + ((cols + N) >> page_shift), mask=cols + N < end, other=0)
                 if PAIRS:
-                    k_even, k_odd = columns(k_base, k_offset, live, HEAD_DIM, D, WHOLE)
-                    v_even, v_odd = columns(v_base, v_offset, live, HEAD_DIM_V, DV, WHOLE)
+                    k_even, k_odd = columns(k_base, k_offset[:, None], live, HEAD_DIM, D, WHOLE)
+                    v_even, v_odd = columns(v_base, v_offset[:, None], live, HEAD_DIM_V, DV, WHOLE)
                     k_scale = tl.load(k_scales + ks_offset)
                     f, e, inverse = parted(tl.load(v_scales + vs_offset))
                 else:
@@ -229,27 +261,24 @@ def share(
                 for r in tl.static_range(BLOCKS):
                     if PAIRS:
                         s = tl.dot(odds[r], tl.trans(k_odd), tl.dot(qs[r], tl.trans(k_even)))
-                        s = s * (k_scale[None, :] * factors[r][:, None])
+                        s = s * k_scale[None, :]
                     else:
                         s = dot(qs[r], tl.trans(k), None)
                         if FP8:
                             s = s * k_scale[None, :]
                     if SOFTCAP:
-                        s, _ = capped(s, scale, softcap)
+                        s, _ = capped(s * factors[r][:, None] if PAIRS else s, scale, softcap)
                     else:
-                        s = s * (scale * LOG2E)
+                        s = s * (factors[r] * (scale * LOG2E))[:, None] if PAIRS else s * (scale * LOG2E)
                     member, _, _ = _rows(r, first, head, T, GROUP, M)
                     # All keys are seen by all rows, but a sequence's own program chooses by run time too: without it the
                     # compiler would contract the product and the difference behind it.
                     seen = live[None, :] & (member < past)[:, None]
                     if BIAS != "":
-                        s, seen = biased(
-                            s, seen, slopes[r], positions[r], cols, stride_bias_k, bias_entries, bias_origin, BIAS
-                        )
+                        s, seen = biased(s, seen, slopes[r], positions[r], cols, stride_bias_k, bias_entries, bias_origin, BIAS)
                     s = tl.where(seen, s, float("-inf"))
                     if PAIRS:
-                        p, rescale, total, top = weigh_scaled(s, e, inverse, tops[r], totals[r])
-                        p = (p * f[None, :]).to(tl.float16)
+                        p, rescale, total, top = weigh_scaled(s, e, inverse, f, tops[r], totals[r], None)
                         acc = (
                             tl.dot(p, v_even, accs[2 * r] * rescale[:, None]),
                             tl.dot(p, v_odd, accs[2 * r + 1] * rescale[:, None]),
