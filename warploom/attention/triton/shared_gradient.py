@@ -104,7 +104,7 @@ def _attend(
         careful=1 if CAREFUL else None,
     )
     m1 = tl.minimum(queries.m0 + queries.rows.shape[0], lengths.q)
-    return walk(_step, state, tile, queries.m0, m1, None, N, SPLIT, False)
+    return walk(_step, state, tile, queries.m0, m1, None, N, SPLIT, False, False)
 
 
 _PLAIN = [
