@@ -89,6 +89,13 @@ def test_many_sequences() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+def test_short_ends(dim: int) -> None:
+    """Sequences whose last chunk has few tokens, which nearly all of ddecay passes through."""
+    lengths = (3, 66, 1, 130, 2, 70)
+    check(drawn(tokens=300, sequences=lengths, heads=16, e=dim, m=dim, state=True, hidden=float("nan")))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_a_hundred_repeats(dim: int) -> None:
     """Also while another stream keeps the memory busy."""
     call, dout, dstate = drawn(tokens=2050, batch=2, heads=16, group=4, e=dim, m=dim, state=True).call()
