@@ -26,8 +26,8 @@ CORE: dict[str, Any] = {
     "gradients": GradientConfig("bfloat16", WIDTH),
 }
 NAMES = {
-    "keep": "k v prepared state resume states missing lengths cu tma_k tma_v mma mma_update heads size begin end per_sequence "
-    "carriers",
+    "keep": "k v prepared state last resume states missing lengths cu tma_k tma_v mma mma_update heads size begin end "
+    "per_sequence carriers",
     "again": "keep",
     "back": "q k dout dv prepared last first carry dstates lengths cu tma_q tma_k tma_dout tma_dv mma mma_turned mma_update "
     "heads size current per_sequence",

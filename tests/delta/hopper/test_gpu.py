@@ -89,6 +89,13 @@ def test_many_sequences() -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+def test_short_ends(dim: int) -> None:
+    """Sequences whose last chunk has few tokens, which nearly all of ddecay passes through."""
+    lengths = (3, 66, 1, 130, 2, 70)
+    check(drawn(tokens=300, sequences=lengths, heads=16, e=dim, m=dim, state=True, hidden=float("nan")))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_a_hundred_repeats(dim: int) -> None:
     """Also while another stream keeps the memory busy."""
     call, dout, dstate = drawn(tokens=2050, batch=2, heads=16, group=4, e=dim, m=dim, state=True).call()
@@ -139,12 +146,12 @@ def test_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("wanted", [2, 5, 64])
 @pytest.mark.parametrize("kind", ["chunks of each sequence", "slots", "packed"])
 def test_ranges(kind: str, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a backward pass is cut, and it gives the same bits as in one range."""
+    """However a backward pass is cut, and it gives the same bits as in one range. Fewer heads: see ``wide``."""
     each = kind == "chunks of each sequence"
     shape: dict[str, Any] = {"batch": 3, "lengths": (700, 130, 0)}
     if kind == "packed":
         shape = {"sequences": (0, 300, 1, 64, 250, 0)}
-    case = drawn(tokens=700, heads=4, e=64, m=128, state=True, **shape)
+    case = drawn(tokens=700, heads=16, e=64, m=128, state=True, **shape)
     found = []
     for n in (wanted, 1):
         monkeypatch.setattr(Sizes, "ranges", lambda sizes, n=n: sizes.cut(each, n))

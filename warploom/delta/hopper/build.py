@@ -67,7 +67,8 @@ def compile_keep(config: dict[str, Any], name: str, library: Path) -> dict[str, 
     """Write ``library``, which exports ``name``; returns registers and stack."""
     variant = KeepConfig(**config)
     dtype = DTYPES[variant.dtype]
-    arguments = [view(dtype, 3), view(dtype, 3), prepared(BACK_ITEM), states(), tiles(Float32, variant.width * COLUMNS)]
+    arguments = [view(dtype, 3), view(dtype, 3), prepared(BACK_ITEM), states(), states()]
+    arguments += [tiles(Float32, variant.width * COLUMNS)]
     arguments += [tiles(dtype, variant.width * COLUMNS), tiles(dtype, CHUNK * COLUMNS), vector(Int32), vector(Int32)]
     arguments += [Int32(0) for _ in range(5)] + [stream()]
     return compile_kernel(Keep(variant), arguments, name, library)

@@ -22,6 +22,9 @@ ITEM = 2 * MATRIX + NUMBERS
 READS, QUERIES, BETA, WRITES, WHOLE, COARSE, FINE, OF_K, OF_Q = range(9)
 ALL_NUMBERS = 9 * CHUNK
 BACK_ITEM = 2 * MATRIX + ALL_NUMBERS
+# Of the row WHOLE walks read the first eight. From here on, in a sequence's last chunk, each warp of the walk that keeps leaves
+# its part of the product of the last state and its gradient.
+CLOSING = 8
 _HERE = "delta/hopper"
 _SHARED = (
     *(f"kernels/cute/{file}.py" for file in ("arguments", "basics", "fields", "instructions", "memory")),

@@ -10,8 +10,9 @@ tokens times their decay and the beta of the column:
     dbeta_j = dV_j . Y_j / beta_j = k_j . (dk of what is written)_j / beta_j,
 
 and the gradient of G_i is q_i . dq_i, and of k_i . dk_i what is read less what is written: of each pair of tokens both ends
-have the same number, up to fp32's sums. A block stays and takes one chunk of a key head after the other, whose value heads it
-sums; one warp loads, three warpgroups have a sum each: `gradients_asked`, `gradients_read` and `gradients_written`.
+have the same number, up to fp32's sums. Under equal keys these numbers are far larger than what their sums leave, so N comes in
+two parts of bf16. A block stays and takes one chunk of a key head after the other, whose value heads it sums; one warp loads,
+three warpgroups have a sum each: `gradients_asked`, `gradients_read` and `gradients_written`.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -172,6 +173,7 @@ class Gradients(Asked, Read, Written):
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_values)], 1024]
             asked: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_square)], 1024]
             read: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_square)], 1024]
+            read_rest: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_square)], 1024]
             dq: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_boxes)], 1024]
             keys: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * cute.cosize(layout_boxes)], 1024]
             numbers: cute.struct.Align[cute.struct.MemRange[Float32, 2 * ALL_NUMBERS], 128]
@@ -213,8 +215,10 @@ class Gradients(Asked, Read, Written):
             dout_start=storage.dout.data_ptr(),
             asked=placed(storage.asked, layout_square),
             read=placed(storage.read, layout_square),
+            read_rest=placed(storage.read_rest, layout_square),
             asked_start=storage.asked.data_ptr(),
             read_start=storage.read.data_ptr(),
+            read_rest_start=storage.read_rest.data_ptr(),
             numbers=storage.numbers.data_ptr(),
             sums=storage.sums.data_ptr(),
             dq=placed(storage.dq, layout_boxes),

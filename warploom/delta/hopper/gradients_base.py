@@ -80,8 +80,10 @@ class GradientShared(Fields):
     dout_start: Any
     asked: Any  # (chunk, chunk, 1)
     read: Any
+    read_rest: Any  # what rounding left of it
     asked_start: Any
     read_start: Any
+    read_rest_start: Any
     numbers: Any  # two of ALL_NUMBERS
     sums: Any
     dq: Any  # (chunk, COLUMNS, box)

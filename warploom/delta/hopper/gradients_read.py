@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 from warploom.delta.hopper.config import CHUNK, COLUMNS, OF_K, READS
 from warploom.delta.hopper.gradients_base import LONE, OF_READS, GradientBase, numbers_at
 from warploom.kernels.cute.basics import WARPGROUP
-from warploom.kernels.cute.instructions import store_shared
+from warploom.kernels.cute.instructions import from_bfloat16, store_shared
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.tiles import transposed
 from warploom.kernels.cute.wgmma import gemm, pack, words
@@ -32,7 +32,7 @@ class Read(GradientBase):
         states = mma_state.make_fragment_B(state.partition_B(shared.state))
         keys = mma_tokens.make_fragment_B(tokens.partition_B(transposed(shared.k)))
         weights = mma_square.make_fragment_C(square.partition_shape_C((CHUNK, CHUNK)))
-        operand = mma_state.make_fragment_A(state.partition_shape_A((CHUNK, COLUMNS)))
+        operand, rest = (mma_state.make_fragment_A(state.partition_shape_A((CHUNK, COLUMNS))) for _ in range(2))
         acc = mma_state.make_fragment_C(state.partition_shape_C((CHUNK, config.width)))
         acc.fill(0.0)
         before = [Float32(0.0), Float32(0.0)]
@@ -59,13 +59,17 @@ class Read(GradientBase):
             self.weigh(weights, numbers, of_rows, 1, warp, lane)
             release(shared.numbers_empty + parity % 2)
             pack(weights, operand, self.dtype)
+            self.less(weights, words(operand))
+            pack(weights, rest, self.dtype)
             cute.arch.mbarrier_wait(shared.read_empty, (parity % 2) ^ 1)
             self.put_square(words(operand), shared.read_start, warp, lane)
+            self.put_square(words(rest), shared.read_rest_start, warp, lane)
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             release(shared.read_full)
             cute.arch.mbarrier_wait(shared.qk_full, turn)
             gemm(mma_tokens, acc, operand, keys[None, None, None, 0], True)
+            gemm(mma_tokens, acc, rest, keys[None, None, None, 0], True)
             warpgroup.wait_group(0)
             after = self.dots(acc, address, warp, lane)
             self.put_rows(shared.sums, OF_READS, [after[r] - before[r] for r in range(2)], warp, lane)
@@ -82,6 +86,12 @@ class Read(GradientBase):
         cute.arch.sync_warp()
         release(shared.keys_full)
         return stage, phase, parity
+
+    @cute.jit
+    def less(self, acc, found):
+        """An accumulator less its rounded values."""
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = acc[i] - from_bfloat16(found[i // 2], i % 2)
 
     @cute.jit
     def put_diagonal(self, acc, sums, warp, lane):

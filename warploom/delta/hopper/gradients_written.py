@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.delta.hopper.config import BETA, CHUNK, COLUMNS, WHOLE, WRITES
+from warploom.delta.hopper.config import BETA, CHUNK, CLOSING, COLUMNS, WHOLE, WRITES
 from warploom.delta.hopper.gradients_base import (
     ALL_WROTE,
     LONE,
@@ -51,7 +51,10 @@ class Written(GradientBase):
         state, turned = (m.get_slice(0) for m in (mma_state, mma_turned))
         states = mma_state.make_fragment_B(state.partition_B(shared.dstate))
         queries, keys = (mma_turned.make_fragment_B(turned.partition_B(transposed(t))) for t in (shared.q, shared.k))
-        asked, read = (mma_turned.make_fragment_A(turned.partition_A(transposed(t))) for t in (shared.asked, shared.read))
+        asked, read, rest = (
+            mma_turned.make_fragment_A(turned.partition_A(transposed(t)))
+            for t in (shared.asked, shared.read, shared.read_rest)
+        )
         operand = mma_state.make_fragment_A(state.partition_shape_A((CHUNK, COLUMNS)))
         acc, whole = (mma_state.make_fragment_C(state.partition_shape_C((CHUNK, config.width))) for _ in range(2))
         whole.fill(0.0)
@@ -75,6 +78,7 @@ class Written(GradientBase):
             gemm(mma_turned, acc, asked[None, None, None, 0], queries[None, None, None, 0], True)
             cute.arch.mbarrier_wait(shared.read_full, parity % 2)
             gemm(mma_turned, acc, read[None, None, None, 0], keys[None, None, None, 0], True)
+            gemm(mma_turned, acc, rest[None, None, None, 0], keys[None, None, None, 0], True)
             warpgroup.wait_group(0)
             release(shared.asked_empty)
             release(shared.read_empty)
@@ -88,7 +92,7 @@ class Written(GradientBase):
             wait(DeltaBarrier.ROWS, WARPGROUP)
             if warp == 0:
                 cute.arch.mbarrier_wait(shared.sums_full, parity % 2)
-                self.finish(shared.sums, lines, numbers, at, decay, dbeta, ddecay, at.head * group + g, decays, lane)
+                self.finish(shared.sums, lines, numbers, at, tiles, decay, dbeta, ddecay, at.head * group + g, decays, lane)
                 cute.arch.sync_warp()
                 release(shared.sums_empty)
             release(shared.numbers_empty + parity % 2)
@@ -121,11 +125,14 @@ class Written(GradientBase):
         return stage, phase, parity
 
     @cute.jit
-    def finish(self, sums, lines, numbers, at, decay, dbeta, ddecay, head, decays, lane):
+    def finish(self, sums, lines, numbers, at, tiles, decay, dbeta, ddecay, head, decays, lane):
         """dbeta and the decay's gradient of a value head, by one warp, two tokens a lane.
 
         A token's decay stands between all before it and all from it on: what from it on is asked and read, less what is
-        written there for them; and all that is written, and passes through, for what follows the chunk.
+        written there for them; and all that is written, and passes through, for what follows the chunk. At a sequence's end
+        the last two are also known together in fp32, where what passes through is a sum of rounded states times rounded
+        gradients. What is written has errors as well, of as large a part of the state as there are tokens: both sums are
+        weighed by the variances of their errors.
         """
         start = sums.toint() + lane * 8
         asked, read, lone = (load_shared(start, line * CHUNK * 4, 2) for line in (OF_QUERIES, OF_READS, LONE))
@@ -143,15 +150,22 @@ class Written(GradientBase):
         if decays != 0:
             own = [asked[e] + read[e] - total[e] for e in range(2)]
             behind, after = own[0] + own[1], part[0] + part[1]
+            closing = where(lane < 4 * tiles, load_shared(numbers + lane * 4, (WHOLE * CHUNK + CLOSING) * 4, 1)[0])
             for i in cutlass.range_constexpr(5):
                 more = cute.arch.shuffle_sync_down(behind, 1 << i)
                 behind = behind + where(lane + (1 << i) < 32, more)
                 after = after + cute.arch.shuffle_sync_bfly(after, 1 << i)
+                closing = closing + cute.arch.shuffle_sync_bfly(closing, 1 << i)
             through = Float32(0.0)
             for i in cutlass.range_constexpr(2):
                 for x in load_shared(sums.toint(), (THROUGH * CHUNK + 4 * i) * 4, 4):
                     through = through + x
-            after = after + through * load_shared(numbers, WHOLE * CHUNK * 4, 1)[0]
+            whole = load_shared(numbers, WHOLE * CHUNK * 4, 1)[0]
+            after = after + through * whole
+            count = at.live - at.first
+            if count <= CHUNK:
+                passed = whole * whole
+                after = after + (closing - after) * (passed / (passed + Float32(count) * (0.5 / self.config.width)))
             values = [behind + after, behind - own[0] + after]
             for e in cutlass.range_constexpr(2):
                 if e < left:

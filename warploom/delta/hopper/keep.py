@@ -1,7 +1,8 @@
 """The walk of a backward pass: as `walk`, without out, and leaving what gradients need.
 
 That is Y of each chunk, and the state before each of the last range (`back_base` has their tiles); and where there are more
-ranges, the states at their starts. From these and Y a walk `again` has another range's states, by one product a chunk.
+ranges, the states at their starts. From these and Y a walk `again` has another range's states, by one product a chunk. What the
+last state and its gradient make together, both in fp32, it leaves in ``prepared``.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -56,6 +57,7 @@ class Keep(KeepConsumer):
         v: cute.Tensor,  # (batch, seqlen, heads_v, M)
         prepared: cute.Tensor,  # (slots * heads_v, BACK_ITEM) fp32
         state: cute.Tensor,  # (sequences, heads_v, E, M) fp32 before the first token, or empty
+        last: cute.Tensor,  # the same, the gradient of the last state, or empty
         resume: cute.Tensor,  # ((ranges - 1) * carriers * heads_v * tiles, width * COLUMNS) fp32, at the starts of ranges
         states: cute.Tensor,  # (entries * heads_v * tiles, width * COLUMNS)
         missing: cute.Tensor,  # (slots * heads_v * tiles, TILE): Y, written, or read by a walk `again`
@@ -82,7 +84,7 @@ class Keep(KeepConsumer):
         tma_k, k = tma_load(k, box, tile)
         tma_v, v = tma_load(v, box, tile)
         self.kernel(
-            k, v, prepared, state, resume, states, missing, lengths, cu, tma_k, tma_v,
+            k, v, prepared, state, last, resume, states, missing, lengths, cu, tma_k, tma_v,
             product(self.dtype, (64, CHUNK, 16), IN_REGISTERS, BY_K, BY_K),
             product(self.dtype, (64, config.width, 16), IN_REGISTERS, BY_K, BY_MN),
             tile_layout(self.dtype, (CHUNK, config.width), config.stages, COLUMNS),
@@ -104,6 +106,7 @@ class Keep(KeepConsumer):
         v: cute.Tensor,
         prepared: cute.Tensor,
         state: cute.Tensor,
+        last: cute.Tensor,
         resume: cute.Tensor,
         states: cute.Tensor,
         missing: cute.Tensor,
@@ -179,8 +182,9 @@ class Keep(KeepConsumer):
                 self.play_again(given, shared, warp // 4 - 1, state, resume, states, begin, carriers, mma, mma_update)
             else:
                 self.play(
-                    given, shared, warp // 4 - 1, state, resume, states, missing, size, begin, end, carriers, mma, mma_update
-                )
+                    given, shared, warp // 4 - 1, prepared, state, last, resume, states, missing, size, begin, end, carriers,
+                    mma, mma_update,
+                )  # fmt: skip
 
     @cute.jit
     def load(self, given, shared, k, v, prepared, missing, tma_k, tma_v):

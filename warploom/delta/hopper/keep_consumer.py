@@ -9,11 +9,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.delta.hopper.back_base import TILE, BackBase, entry, tile_of
-from warploom.delta.hopper.config import BETA, CHUNK, COLUMNS, NUMBERS, READS, WHOLE, WRITES
+from warploom.delta.hopper.back_base import TILE, BackBase, entry, item_of, tile_of
+from warploom.delta.hopper.config import BACK_ITEM, BETA, CHUNK, CLOSING, COLUMNS, MATRIX, NUMBERS, READS, WHOLE, WRITES
 from warploom.kernels.cute.barriers import DeltaBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, load_shared
@@ -27,7 +27,9 @@ class KeepConsumer(BackBase):
     """What each of the warpgroups runs."""
 
     @cute.jit
-    def play(self, given, shared, group, state, resume, states, missing, size, begin, end, carriers, mma, mma_update):
+    def play(
+        self, given, shared, group, prepared, state, last, resume, states, missing, size, begin, end, carriers, mma, mma_update
+    ):
         """Y of all chunks, states of range ``end``, and those at the starts of ranges behind ``begin``."""
         config = self.config
         own = cute.arch.thread_idx()[0] % WARPGROUP
@@ -85,8 +87,26 @@ class KeepConsumer(BackBase):
             warpgroup.wait_group(0)
             release(shared.empty + stage)
             stage, phase = advance(stage, phase, config.stages)
+        if given.low < given.high and given.high == given.count:
+            self.close(given, s, last, prepared, group, column, lane, warp)
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def close(self, given, s, last, prepared, group, column, lane, warp):
+        """A warp's part of the product of the last state and its gradient, which a chunk of few tokens passes through."""
+        total = Float32(0.0)
+        if last.shape[0] > given.sequence:
+            for i in cutlass.range_constexpr(cute.size(s)):
+                e, m = i // 4 * 8 + lane % 4 * 2 + i % 2, column + i // 2 % 2 * 8
+                if e < last.shape[2] and m < last.shape[3]:
+                    total = total + s[i] * last[given.sequence, given.head, e, m]
+        for i in cutlass.range_constexpr(5):
+            total = total + cute.arch.shuffle_sync_bfly(total, 1 << i)
+        place = 2 * MATRIX + WHOLE * CHUNK + CLOSING + 4 * (given.block + group) + warp
+        target = prepared.iterator + (item_of(given, given.count - 1) * BACK_ITEM + place)
+        if lane == 0:
+            target[0] = total
 
     def tile_words(self, address: Any) -> list[list[Any]]:
         """The words of a tile of values, transposed: of each 16 tokens those of four 8 x 8 tiles."""

@@ -62,6 +62,7 @@ def _launcher(call: DeltaCall) -> Callable[..., Gradients]:
         first = no_state if state is None else torch.empty_like(state, memory_format=plain)
         last = no_state if dstate is None else dstate.contiguous()
         given, loss = no_state if state is None else state, beta if decay is None else decay
+        closing = no_state if decay is None else last
         counted, starts = none if lengths is None else lengths.contiguous(), none if cu is None else cu.contiguous()
         prepared, states, dstates, missing, resume, carry = Kept.of(sizes, cut, device, dtype)
 
@@ -70,7 +71,10 @@ def _launcher(call: DeltaCall) -> Callable[..., Gradients]:
             for current in range(end, -1, -1):
                 # The last one is reached through all others, of which Y and the first states stay.
                 walk, begin = (run_keep, 0) if current == end else (run_again, current)
-                walk(k, v, prepared, given, resume, states, missing, counted, starts, size, begin, current, each, carriers)
+                walk(
+                    k, v, prepared, given, closing, resume, states, missing, counted, starts, size, begin, current, each,
+                    carriers,
+                )  # fmt: skip
                 run_back(q, k, dout, dv, prepared, last, first, carry, dstates, counted, starts, size, current, each)
                 run_gradients(
                     q, k, dout, dv, loss, prepared, states, dstates, missing, dq, dk, dbeta, ddecay, counted, starts, eps,
