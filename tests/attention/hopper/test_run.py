@@ -312,8 +312,8 @@ def test_few_queries_over_pages(options: dict[str, Any], packed: bool, split: in
     monkeypatch.setattr(modules, "load", load)
     k, used = torch.randn(300, 16, 1, 64).half(), torch.tensor([4000, 70], dtype=torch.int32)
     q, starts = torch.randn(5, 4, 64).half(), torch.tensor([0, 1, 5], dtype=torch.int32)
-    given = {"seqused_k": used, "block_table": torch.randperm(300, dtype=torch.int32)[:260].view(1, 260).expand(2, 260)}
-    given |= {"causal": True, **options}
+    table = torch.randperm(300, dtype=torch.int32)[:260].view(1, 260).expand(2, 260)
+    given: dict[str, Any] = {"seqused_k": used, "block_table": table, "causal": True, **options}
     want = warploom.attention_varlen(q, k, k, starts, return_lse=True, backend="reference", **given)
     assert_same(run.forward(varlen_args(q, k, k, starts, **given)), want)
     assert found[-1] == (packed, split)
