@@ -173,6 +173,7 @@ class AttentionProblem:
     fp8_pages: bool = False  # k and v are e4m3 with scales
     documents: bool = False  # the column mask is of documents in a row, which say where they start
     page_box: int = 0  # of a call over pages, as ``page_box`` has it
+    mean_q: int = 0  # and how many queries its sequences have on average, rounded up
 
     @classmethod
     def from_args(cls, args: AttentionArgs, backward: bool) -> AttentionProblem:
@@ -211,6 +212,7 @@ class AttentionProblem:
             fp8_pages=args.k_scale is not None,
             documents=args.documents is not None,
             page_box=page_box(args),
+            mean_q=mean_queries(args),
         )
 
     def describe(self) -> str:
@@ -245,6 +247,14 @@ BOXES = (128, 64, 32, 16, 8, 4, 2)
 def page_box(args: AttentionArgs) -> int:
     """As ``largest_box``, of the pages of a call; 0 without pages."""
     return 0 if args.block_table is None else largest_box(args.k.shape[1], args.block_table.shape[1])
+
+
+def mean_queries(args: AttentionArgs) -> int:
+    """Queries of a sequence of a call over pages on average, rounded up; 0 without pages."""
+    if args.block_table is None or args.cu_seqlens_q is None:
+        return 0
+    sequences = args.cu_seqlens_q.shape[0] - 1
+    return -(-args.q.shape[0] // sequences) if sequences else 0
 
 
 def largest_box(page_size: int, pages: int) -> int:

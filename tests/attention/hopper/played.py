@@ -109,6 +109,7 @@ def forward(
         packed_values, starts = _packed(names, sequences)
         values, words = values | packed_values, words | starts
     if pages is not None:
+        values["parts"] = ((2 * blocks + 1, 1 << 16, 1), (1 << 16, 1))
         for name, columns in (("k", dim), ("v", dim_v)):
             values[name] = ((1 << 24, columns, 1, pages.size + 1, pages.count), ())
         rows, width = len(pages.table), len(pages.table[0])

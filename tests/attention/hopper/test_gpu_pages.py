@@ -11,6 +11,7 @@ import torch
 import warploom
 from tests.attention.invariance import same
 from tests.attention.packed import Packed
+from warploom.attention.hopper import plan, run
 from warploom.runtime import dispatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu_memory")]
@@ -129,3 +130,44 @@ def test_numbers_past_the_pool_and_lengths_past_the_table_are_clamped() -> None:
         where = {"block_table": torch.tensor([table]).int().cuda(), "seqused_k": torch.tensor([used]).int().cuda()}
         found.append(warploom.attention_varlen(q, *pages, starts, **where, causal=True, backend="hopper"))
     assert same(*found)
+
+
+# Head dims, keys of a page, band, and more, of few queries on many keys.
+FEW: list[tuple[tuple[int, int], int, str, dict[str, Any]]] = [
+    *(((d, d), size, "causal", {}) for d in (64, 128, 256) for size in (16, 64, 256)),
+    *(((128, 128), size, band, {}) for size, band in ((16, "full"), (64, "window"), (16, "around"))),
+    ((128, 128), 16, "causal", {"softcap": 20.0}),
+    ((128, 128), 64, "full", {"sink": True}),
+    ((192, 128), 64, "causal", {}),
+    ((72, 40), 16, "causal", {}),
+    ((128, 128), 16, "causal", {"dtype": torch.float16}),
+]
+
+
+@pytest.mark.parametrize(("dims", "size", "band", "more"), FEW, ids=str)
+def test_few_queries_and_shares_of_key_tiles(
+    dims: tuple[int, int], size: int, band: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths far apart, so that blocks take shares of the longest: mostly where one key tile more than a share is too many."""
+    first, usual = random.randrange(2**20), plan.SPLIT_COST
+    for seed, cost in zip(range(first, first + 4), (usual, 1, 1, 1), strict=True):
+        for module in (plan, run):
+            monkeypatch.setattr(module, "SPLIT_COST", cost)
+        draw = random.Random(seed)
+        count, heads_kv = draw.randint(0, 40), draw.choice((1, 2))
+        call = Packed(
+            seed,
+            lengths_q=[*(draw.choice((0, 1, 1, draw.randint(1, 70))) for _ in range(count)), draw.randint(1, 70)],
+            lengths_k=[*(draw.choice((0, size, draw.randint(1, 400), draw.randint(1, 400))) for _ in range(count)), 3000],
+            page_size=size,
+            heads_q=heads_kv * draw.choice((1, 4, 7, 20)),
+            heads_kv=heads_kv,
+            head_dim=dims[0],
+            head_dim_v=dims[1],
+            dtype=more.get("dtype", BF16),
+            device="cuda",
+            sink="sink" in more,
+            keywords=BANDS[band] | ({"softcap": more["softcap"]} if "softcap" in more else {}),
+        )
+        hide(call)
+        call.check("hopper")

@@ -48,7 +48,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 498
+    assert len({c.name for c in found}) == len(found) <= 504
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -101,6 +101,18 @@ def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: 
     assert [pack_gqa(1, group, 128) for group in (1, 2, 16, 17)] == [0, 8, 8, 8]
     assert config_for(problem(seqlen_q=1, heads_q=8)).queries == 8
     assert config_for(problem(seqlen_q=1, heads_q=8, layout="varlen")).queries == 128
+    pages = {"layout": "paged", "page_box": 16, "seqused": True, "heads_q": 4}
+    for longest, mean, queries in ((1, 1, 8), (16, 16, 32), (512, 512, 128), (512, 9, 32), (5000, 1, 8)):
+        assert config_for(problem(**pages, seqlen_q=longest, mean_q=mean)).queries == queries
+    assert config_for(problem(**pages, seqlen_q=1, mean_q=1, batch_invariant=True)).queries == 128
+
+
+def test_key_tiles_over_pages_may_be_shared_out() -> None:
+    """Where lengths that the host does not know may leave blocks idle for long."""
+    assert plan.may_share(8, 8, 64, 256, 132) and plan.may_share(1, 32, 32, 512, 132)
+    assert not plan.may_share(1, 32, 128, 128, 132)  # one sequence, whose tiles are nearly as many as blocks
+    assert plan.may_share(16, 8, 128, 64, 132)  # several, one of which may be long
+    assert not plan.may_share(16, 8, 128, 16, 132)  # too short for it
 
 
 @pytest.mark.parametrize(

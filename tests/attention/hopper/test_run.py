@@ -22,7 +22,7 @@ from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.band import seen
 from warploom.attention.bounds import BLOCK
 from warploom.attention.hopper import plan, run, run_backward
-from warploom.attention.hopper.config import ForwardConfig
+from warploom.attention.hopper.config import CUT_WORDS, ForwardConfig
 from warploom.attention.hopper.plan import named_set
 from warploom.attention.problem import AttentionArgs
 from warploom.kernels.distances import head_length
@@ -51,7 +51,11 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
     ) -> None:  # fmt: skip
         assert blocks >= 1 and pair_heads >= 0 and (sink is not None) == variant["sink"]
         assert (parts is not None) == variant["split"] and split >= 0
-        if split:
+        if split and variant["paged"]:
+            assert parts is not None and parts.is_contiguous() and parts.dtype == torch.float32
+            assert parts.numel() == (2 * blocks + 1) * config.piece_floats >= blocks * CUT_WORDS
+            assert blocks in (1, PROCESSORS) and not variant["left"]
+        elif split:
             group = q.shape[2] // k.shape[2]
             heads = k.shape[2] * -(-group // config.heads_per_tile) if config.pack_gqa else q.shape[2]
             tiles = -(-q.shape[1] // config.queries) * q.shape[0] * heads
@@ -287,6 +291,32 @@ def test_one_page_a_sequence() -> None:
     options = {"seqused_k": used, "block_table": table, "causal": True}
     want = warploom.attention_varlen(q, k, k, starts, return_lse=True, backend="reference", **options)
     assert_same(run.forward(varlen_args(q, k, k, starts, **options)), want)
+
+
+@pytest.mark.parametrize(
+    ("options", "packed", "split"),
+    [({}, True, 16), ({"max_seqlen_k": 600}, True, 0), ({"batch_invariant": True}, False, 0), ({"window": (9, 0)}, True, 0)],
+    ids=str,
+)
+def test_few_queries_over_pages(options: dict[str, Any], packed: bool, split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a group share tiles, and key tiles may be shared out, but where bits belong to a sequence alone."""
+    found = []
+
+    def load(spec: ModuleSpec) -> Callable[..., None]:
+        def call(*given: Any) -> None:
+            found.append(("packgqa" in spec.name, given[-2]))
+            kernel(spec)(*given)
+
+        return call
+
+    monkeypatch.setattr(modules, "load", load)
+    k, used = torch.randn(300, 16, 1, 64).half(), torch.tensor([4000, 70], dtype=torch.int32)
+    q, starts = torch.randn(5, 4, 64).half(), torch.tensor([0, 1, 5], dtype=torch.int32)
+    table = torch.randperm(300, dtype=torch.int32)[:260].view(1, 260).expand(2, 260)
+    given: dict[str, Any] = {"seqused_k": used, "block_table": table, "causal": True, **options}
+    want = warploom.attention_varlen(q, k, k, starts, return_lse=True, backend="reference", **given)
+    assert_same(run.forward(varlen_args(q, k, k, starts, **given)), want)
+    assert found[-1] == (packed, split)
 
 
 def prepared(args: AttentionArgs) -> AttentionArgs:

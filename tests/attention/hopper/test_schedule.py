@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 from warploom.attention.hopper.schedule import (
     L2_BYTES,
     NOTHING,
+    SMALLEST_PIECE,
+    cut_first,
+    cut_last,
     heads_in_pairs,
     in_order,
     pack_gqa_row,
     paired,
     piece,
     pieces,
+    share,
+    share_piece,
     tile_heads,
     tiles_to_split,
 )
@@ -182,3 +187,43 @@ def test_what_is_split() -> None:
     assert tiles_to_split(68, 2**19, H100, 16)[0] == 0  # past 32 bits
     assert tiles_to_split(2048, 128, H100, 16, alike=False)[0] == 0
     assert tiles_to_split(16, 128, H100, 16, alike=False) == (16, H100)
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 140), st.lists(st.integers(1, 300), min_size=1, max_size=60))
+def test_shares_of_tiles_of_any_lengths_are_dealt_out_whole(blocks: int, tiles: list[int]) -> None:
+    """As pieces of tiles that are all as long, and a block says which tile's second piece it takes, and which is its last."""
+    each = share(sum(tiles), 10**6, blocks, 1, choose)
+    assert each == max(-(-sum(tiles) // blocks), SMALLEST_PIECE)
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    merged = {}
+    for block in range(blocks):
+        at, tile, begins = block * each, 0, 0
+        while tile < len(tiles) and begins + tiles[tile] <= at:
+            begins, tile = begins + tiles[tile], tile + 1
+        while tile < len(tiles) and at < (block + 1) * each:
+            first = at - begins
+            end, slot = share_piece(first, tiles[tile], (block + 1) * each - at, block, choose)
+            if cut_first(first, each):
+                merged[tile] = block, cut_last(first, tiles[tile], each, block)
+            found.setdefault(tile, []).append((first, end, slot))
+            at, begins, tile = at + end - first, begins + tiles[tile], tile + 1
+    slots = [slot for parts in found.values() for _, _, slot in parts if slot >= 0]
+    assert len(slots) == len(set(slots)) and max(slots, default=0) < 2 * blocks
+    assert sorted(found) == list(range(len(tiles)))
+    for tile, parts in found.items():
+        assert [first for first, _, _ in parts] == [0, *(end for _, end, _ in parts[:-1])] and parts[-1][1] == tiles[tile]
+        if len(parts) == 1:
+            assert parts[0][2] < 0 and tile not in merged
+        else:
+            second, last = merged[tile]
+            assert [slot for _, _, slot in parts] == [2 * second - 1, *(2 * b for b in range(second, last + 1))]
+
+
+def test_what_is_shared_out() -> None:
+    """Calls whose longest tile is by its cost longer than a block's share."""
+    assert share(64 * 256, 256, H100, 16, choose) == 125
+    assert share(128 * 64, 64, H100, 16, choose) == 0  # nearly all blocks have a tile
+    assert share(1000 * 8 + 8 * 512, 512, H100, 16, choose) == 92  # a long sequence among short ones
+    assert share(64 * 256, 256, H100, 0, choose) == 0
+    assert share(24, 24, H100, 16, choose) == SMALLEST_PIECE

@@ -18,7 +18,7 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_PARTS_OF_FORWARD = "base", "lists", "producer", "pages", "bias", "distances", "consumers", "columns", "merge"
+_PARTS_OF_FORWARD = "base", "lists", "producer", "pages", "shares", "bias", "distances", "consumers", "columns", "merge"
 _FORWARD = ("forward", *(f"forward_{part}" for part in _PARTS_OF_FORWARD))
 SOURCES = (
     *_COMMON,
@@ -48,6 +48,11 @@ TABLE = 1 + 3 * CUTS
 
 
 MOST_LOADERS = 3  # warps of the producer warpgroup besides the scheduler
+
+
+# Words that each block leaves behind the pieces of a call over pages, of the tile whose second piece it takes: head, query
+# tile, where its sequence's queries start, how many there are, and the block of its last piece.
+CUT_WORDS = 5
 
 
 def box_columns(span: int) -> int:

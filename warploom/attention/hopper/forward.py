@@ -6,7 +6,7 @@ next tile arrive while this one ends. A warp of the producer's decides which til
 maximum has grown by much: on this chip long calls are bound by power, and an instruction less is a faster clock.
 
 Here: the launch, shared memory and which warp does what. The warps are in ``forward_producer`` and ``forward_consumers``, the
-kernel that merges split tiles in ``forward_merge``, what all of them share in ``forward_base``.
+kernels that merge split tiles in ``forward_merge`` and ``forward_shares``, what all of them share in ``forward_base``.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -22,8 +22,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper.forward_base import MASK_STAGES, TILE_WORDS, ForwardShared
 from warploom.attention.hopper.forward_columns import ColumnConsumers, ColumnProducer
-from warploom.attention.hopper.forward_merge import Merge
 from warploom.attention.hopper.forward_pages import PagedProducer
+from warploom.attention.hopper.forward_shares import PagedScheduler
 from warploom.kernels.cute.basics import WARP
 from warploom.kernels.cute.columns import columns_of
 from warploom.kernels.cute.distances import SPREAD_THREADS
@@ -35,13 +35,15 @@ from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, pr
 
 # Registers a thread (consumer, producer): a warpgroup's share of 64 Ki, in steps of 8, by number of consumers.
 REGISTERS = {1: (256, 56), 2: (240, 24), 3: (160, 32), 4: (112, 32)}
+# Over pages, where the scheduler finds how to share out key tiles.
+PAGED_REGISTERS = {2: (232, 40), 3: (160, 32)}
 # Under a column mask, whose bits two warps of the producer make.
 COLUMN_REGISTERS = {2: (224, 56), 3: (160, 32)}
 # Warps of the producer warpgroup; under a column mask those from MASKS on make masks.
 LOADER, SCHEDULER, MASKS = 0, 1, 2
 
 
-class HopperForward(PagedProducer, ColumnProducer, ColumnConsumers, Merge):
+class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, ColumnConsumers):
     """softmax(scale · q kᵀ + band) v for one configuration; ``__call__`` is what gets compiled."""
 
     @cute.jit
@@ -57,7 +59,7 @@ class HopperForward(PagedProducer, ColumnProducer, ColumnConsumers, Merge):
         cu_k: cute.Tensor | None,
         used_k: cute.Tensor | None,  # (sequences,) int32
         counter: cute.Tensor | None,  # (1,) int32, 0: tiles handed out in a packed call, or under a column mask
-        parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces where ``split`` > 0, else any
+        parts: cute.Tensor | None,  # fp32 workspace of 2 · blocks pieces, over pages one more, where ``split`` > 0, else any
         mask: tuple[Any, ...] | None,  # lts, lte, uts, ute, bounds and which of them there are, as ``columns_of`` has it
         dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
         bias: tuple[Any, ...] | None,  # as ``slopes_of`` or ``distances_of`` has it
@@ -105,14 +107,16 @@ class HopperForward(PagedProducer, ColumnProducer, ColumnConsumers, Merge):
             table_heads = bias[0].shape[0]  # type: ignore[index]
             self.spread(bias, scale).launch(grid=[table_heads, 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
         heads = Int32(0)
-        if const_expr(not config.varlen):
-            heads = self.tile_heads(lse.shape[1], k.shape[2])
+        if const_expr(config.paged or not config.varlen):
+            heads = self.tile_heads(lse.shape[0] if const_expr(config.paged) else lse.shape[1], k.shape[2])
         self.kernel(
             q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, parts, mask, dropout, bias, largest, table,
             tma_q, tma_k, tma_v, qk, pv,
             layout_q, loads_q, layout_k, layout_v, multiplier, cap_in, left, right, heads, pair_heads, split,
         ).launch(grid=[blocks, 1, 1], block=[self.threads, 1, 1], stream=stream, min_blocks_per_mp=1)  # fmt: skip
-        if const_expr(config.split):
+        if const_expr(config.split and config.paged):
+            self.launch_merge_shares(parts, out, lse, sink, k.shape[2], split, blocks, stream)
+        elif const_expr(config.split):
             self.launch_merge(parts, out, lse, sink, k.shape[0], k.shape[2], heads, split, blocks, stream)
 
     def page_load(self, pages: Any, columns: int) -> Any:
@@ -248,7 +252,7 @@ class HopperForward(PagedProducer, ColumnProducer, ColumnConsumers, Merge):
         tma_q, tma_k, tma_v, mma_qk, mma_pv, multiplier, cap_in, left, right, heads, pair_heads, split,
     ):  # fmt: skip
         """What each warp does without a column mask."""
-        consumer_registers, producer_registers = REGISTERS[self.warpgroups]
+        consumer_registers, producer_registers = (PAGED_REGISTERS if self.config.paged else REGISTERS)[self.warpgroups]
         if warp < 4:
             cute.arch.setmaxregister_decrease(producer_registers)
             if const_expr(self.config.paged):
@@ -258,10 +262,11 @@ class HopperForward(PagedProducer, ColumnProducer, ColumnConsumers, Merge):
             elif warp == LOADER:
                 self.load(q, k, v, lse, shared, tma_q, tma_k, tma_v)
             if warp == SCHEDULER:
-                if const_expr(self.config.varlen):
-                    total_k = k.shape[3] - 1  # or of a page
-                    if const_expr(self.config.paged):
-                        total_k *= table.shape[1]
+                if const_expr(self.config.paged):
+                    capacity = (k.shape[3] - 1) * table.shape[1]
+                    self.schedule_pages(capacity, lse.shape[1], heads, shared, cu_q, used_k, counter, parts, left, right, split)
+                elif const_expr(self.config.varlen):
+                    total_k = k.shape[3] - 1
                     self.schedule_packed(total_k, lse.shape, shared, None, cu_q, cu_k, used_k, counter, left, right)
                 else:
                     self.schedule(k.shape[0], lse.shape, heads, shared, left, right, pair_heads, split)

@@ -87,7 +87,7 @@ class Consumers(BiasedScores, DistanceScores):
         dense_seqlen_k = k_shape[0]
         members = 1  # heads of a group
         if const_expr(config.pack_gqa):
-            members = lse.shape[1] // k_shape[2]
+            members = (lse.shape[0] if const_expr(config.varlen) else lse.shape[1]) // k_shape[2]
         dense_seqlen_q = Int32(0) if const_expr(config.varlen) else lse.shape[2]
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         thread = cute.arch.thread_idx()[0] % WARPGROUP

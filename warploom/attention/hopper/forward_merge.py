@@ -45,10 +45,8 @@ class Merge(ForwardBase):
         blocks: Int32,
     ):
         """Rows of the split tiles, one a warp: the pieces' O, weighted by what their maxima are from the largest."""
-        dim = self.config.head_dim_v
         batch_size, _, seqlen_q = lse.shape
         m_blocks = cute.ceil_div(seqlen_q, self.config.queries)
-        lane = cute.arch.lane_idx()
         row = cute.arch.block_idx()[0] * MERGED_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = row // self.tile_m
         row = row - tile * self.tile_m
@@ -58,43 +56,57 @@ class Merge(ForwardBase):
         here, head = self.place(m_block, head - batch * heads, row, members, seqlen_q)
         if here < seqlen_q:
             block, last, part = schedule.pieces(tile, blocks, split, n_blocks)
-            # The largest maximum, each lane's of other pieces, then pieces that do not wait for one another.
-            top = -Float32.inf
-            for b in cutlass.range(block + lane, last + 1, 32, unroll=1):
-                top = cute.arch.fmax(top, self.piece_stats(parts, b, part if b == block else Int32(0), row)[0])
-            top = cute.arch.warp_reduction_max(top)
-            total = Float32(0.0)
+            logit = -Float32.inf
             if const_expr(self.config.sink):
                 logit = sink[head] * LOG2_E  # type: ignore[index]
-                top = cute.arch.fmax(top, logit)
-            safe = finite(top)
-            if const_expr(self.config.sink):
-                total = exp2(logit - safe)
-            spans = -(-dim // 64)  # a lane has two columns of each 64
-            acc = cute.make_rmem_tensor((2, spans), Float32)
-            acc.fill(0.0)
-            for b in cutlass.range(block, last + 1, unroll=4):
-                slot_part = part if b == block else Int32(0)
-                stats = self.piece_stats(parts, b, slot_part, row)
-                weight = exp2(stats[0] - safe)
-                total = total + stats[1] * weight
-                base = parts.iterator + cutlass.Int64(2 * b + slot_part) * self.config.piece_floats
-                for i in cutlass.range_constexpr(spans):
-                    column = 64 * i + 2 * lane
-                    if column < dim:
-                        source = cute.make_tensor((base + (row * dim + column)).align(8), cute.make_layout(2))
-                        acc[0, i] = acc[0, i] + source[0] * weight
-                        acc[1, i] = acc[1, i] + source[1] * weight
-            inverse = 0.0 if total == 0.0 else 1.0 / total
-            if lane == 0:
-                lse[batch, head, here] = log_sum_exp(top, total)
+            base = out.iterator + cute.crd2idx((batch, here, head, 0), out.layout)
+            found = self.merge_row(parts, block, last, part, row, logit, base, out.shape[3])
+            if cute.arch.lane_idx() == 0:
+                lse[batch, head, here] = found
+
+    @cute.jit
+    def merge_row(self, parts, block, last, part, row, logit, target, columns):
+        """Put a row's pieces together, which blocks from ``block``, its ``part``-th, to ``last`` have left; its lse.
+
+        ``logit``: the sink's in log2 units, if there is one; ``target``: where its ``columns`` go.
+        """
+        dim = self.config.head_dim_v
+        lane = cute.arch.lane_idx()
+        # The largest maximum, each lane's of other pieces, then pieces that do not wait for one another.
+        top = -Float32.inf
+        for b in cutlass.range(block + lane, last + 1, 32, unroll=1):
+            top = cute.arch.fmax(top, self.piece_stats(parts, b, part if b == block else Int32(0), row)[0])
+        top = cute.arch.warp_reduction_max(top)
+        total = Float32(0.0)
+        if const_expr(self.config.sink):
+            top = cute.arch.fmax(top, logit)
+        safe = finite(top)
+        if const_expr(self.config.sink):
+            total = exp2(logit - safe)
+        spans = -(-dim // 64)  # a lane has two columns of each 64
+        acc = cute.make_rmem_tensor((2, spans), Float32)
+        acc.fill(0.0)
+        for b in cutlass.range(block, last + 1, unroll=4):
+            slot_part = part if b == block else Int32(0)
+            stats = self.piece_stats(parts, b, slot_part, row)
+            weight = exp2(stats[0] - safe)
+            total = total + stats[1] * weight
+            base = parts.iterator + cutlass.Int64(2 * b + slot_part) * self.config.piece_floats
             for i in cutlass.range_constexpr(spans):
                 column = 64 * i + 2 * lane
-                if column < out.shape[3]:
-                    word = cute.make_rmem_tensor(1, Int32)
-                    word[0] = pack16(acc[0, i] * inverse, acc[1, i] * inverse, self.dtype)
-                    target = out.iterator + cute.crd2idx((batch, here, head, column), out.layout)
-                    cute.autovec_copy(word, cute.recast_tensor(cute.make_tensor(target.align(4), cute.make_layout(2)), Int32))
+                if column < dim:
+                    source = cute.make_tensor((base + (row * dim + column)).align(8), cute.make_layout(2))
+                    acc[0, i] = acc[0, i] + source[0] * weight
+                    acc[1, i] = acc[1, i] + source[1] * weight
+        inverse = 0.0 if total == 0.0 else 1.0 / total
+        for i in cutlass.range_constexpr(spans):
+            column = 64 * i + 2 * lane
+            if column < columns:
+                word = cute.make_rmem_tensor(1, Int32)
+                word[0] = pack16(acc[0, i] * inverse, acc[1, i] * inverse, self.dtype)
+                pair = cute.make_tensor((target + column).align(4), cute.make_layout(2))
+                cute.autovec_copy(word, cute.recast_tensor(pair, Int32))
+        return log_sum_exp(top, total)
 
     @cute.jit
     def piece_stats(self, parts, block, part, row):

@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from warploom.attention.hopper import schedule
 from warploom.attention.hopper.forward_producer import Producer
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.packed import RAGGED
@@ -39,7 +40,7 @@ class PagedProducer(Producer):
     @cute.jit
     def load_pages(self, part, q, k, v, lse, shared, table, tma_q, tma_k, tma_v, left):
         """Every ``loaders``-th box of K one tile ahead of V; the first warp also Q of each warpgroup, once a tile."""
-        group = lse.shape[0] // k.shape[2]
+        config, group = self.config, lse.shape[0] // k.shape[2]
         sizes = k.shape[3] - 1, k.shape[4]
         q_turn = Int32(self.q_stages)
         k_stage, k_phase = Int32(0), Int32(1)
@@ -50,8 +51,10 @@ class PagedProducer(Producer):
             shared, tile_stage, tile_phase, Int32(0), Int32(0)
         )
         while head >= 0:
-            tq = cute.domain_offset((q_start, 0), q[None, None, head])
-            keys, values = self.page_rings(k, v, head // group, shared, tma_k, tma_v)
+            head_kv = head // group
+            if const_expr(config.pack_gqa):
+                head_kv = head // schedule.tile_heads(group, config.heads_per_tile)
+            keys, values = self.page_rings(k, v, head_kv, shared, tma_k, tma_v)
             if first < end:
                 page, slot = self.find_pages(table, sequence, end - 1, seqlen_k, sizes)
                 k_stage, k_phase = self.push_pages(keys, part, end - 1, page, slot, seqlen_k, k_stage, k_phase)
@@ -60,7 +63,12 @@ class PagedProducer(Producer):
                         place, q_phase = self.q_place(i, q_turn)
                         cute.arch.mbarrier_wait(shared.q_empty + place, q_phase)
                         self.expect_queries(shared, place)
-                        self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, place, shared.q_full + place)
+                        queries = cute.domain_offset((q_start, 0, 0), q)
+                        if const_expr(config.pack_gqa):
+                            self.load_group(tma_q, queries, shared, m_block, head, group, i)
+                        else:
+                            n = m_block * self.warpgroups + i
+                            self.load_queries(tma_q, queries[None, None, head], shared, n, place, shared.q_full + place)
                 q_turn = self.next_q(q_turn)
                 for j in cutlass.range(end - first - 1, unroll=1):
                     n = end - 1 - j

@@ -17,7 +17,7 @@ from warploom.kernels.cute.band import key_tiles
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.columns import sequence_blocks
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.packed import bounds, seen_end, seen_keys, sequence_rows
+from warploom.kernels.cute.packed import bounds, seen_keys, sequence_rows
 from warploom.kernels.cute.rings import advance, expect, publish
 from warploom.kernels.cute.tiles import Tma, load_tile, tma_views
 
@@ -82,8 +82,7 @@ class Producer(Lists):
         """Hand out tiles of packed sequences in the order in which blocks ask for them: lengths differ too much to plan.
 
         Tiles count sequence after sequence, their last rows first. The tokens past the last sequence are one more
-        sequence, without keys. Under a column mask, ``columns``, each tile goes as lists. ``total_k``: packed keys, or those
-        that a sequence's pages hold.
+        sequence, without keys. Under a column mask, ``columns``, each tile goes as lists.
         """
         heads_q, total_q = lse_shape
         sequences = cu_q.shape[0] - 1
@@ -114,18 +113,12 @@ class Producer(Lists):
                 head = within - row * heads_q
                 m_block = cute.ceil_div(seqlen_q, self.tile_m) - 1 - row
                 if sequence < sequences:
-                    if const_expr(self.config.paged):
-                        seqlen_k = total_k
-                    else:
-                        k_start, seqlen_k = bounds(cu_k, sequence, total_k)
+                    k_start, seqlen_k = bounds(cu_k, sequence, total_k)
                     if const_expr(self.config.used):
                         seqlen_k = cutlass.max(cutlass.min(seqlen_k, used_k[sequence]), 0)
                     if const_expr(not self.config.columns):
                         shift = seqlen_k - seqlen_q
-                        if const_expr(self.config.paged):
-                            seqlen_k = seen_end(self.config, seqlen_k, right)  # tiles are of pages, and begin as they do
-                        else:
-                            k_start, seqlen_k, shift = self.seen_keys(k_start, seqlen_k, shift, left, right)
+                        k_start, seqlen_k, shift = self.seen_keys(k_start, seqlen_k, shift, left, right)
                         row_q = m_block * self.tile_m
                         past_q = row_q + self.tile_m
                         first, end = key_tiles(self.config, row_q, past_q, seqlen_q, seqlen_k, shift, left, right)
@@ -165,8 +158,7 @@ class Producer(Lists):
     @cute.jit
     def load(self, q, k, v, lse, shared, tma_q, tma_k, tma_v):
         """Q of each warpgroup once a tile, then K one tile ahead of V."""
-        config, loads = self.config, 64 // self.load_rows
-        packed = config.varlen
+        config, packed = self.config, self.config.varlen
         group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[2]
         q_turn = Int32(self.q_stages)
         k_stage, k_phase = Int32(0), Int32(1)
@@ -193,10 +185,7 @@ class Producer(Lists):
                     cute.arch.mbarrier_wait(shared.q_empty + slot, q_phase)
                     self.expect_queries(shared, slot)
                     if const_expr(config.pack_gqa):
-                        for j in cutlass.range(i * loads, (i + 1) * loads, unroll=1):
-                            at, member = self.place(0, head, j * self.load_rows, group, 0)
-                            n = (m_block * config.pack_gqa + at) // self.load_rows
-                            self.load_queries(tma_q, q[None, None, member, batch], shared, n, j, shared.q_full + i)
+                        self.load_group(tma_q, q[None, None, None, batch], shared, m_block, head, group, i)
                     else:
                         self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, slot, shared.q_full + slot)
                 q_turn = self.next_q(q_turn)
@@ -228,6 +217,15 @@ class Producer(Lists):
         """Load the ``n``-th ``load_rows`` queries of a head as the ``j``-th of the tile."""
         rows = cute.local_tile(queries, (self.load_rows, self.config.head_dim), (None, 0))
         load_tile(tma_views(atom, shared.loads_q, rows), n, j, barrier)
+
+    @cute.jit
+    def load_group(self, atom, queries, shared, m_block, head, group, i):
+        """Load warpgroup ``i``'s rows of a tile of several heads from ``queries`` (row, column, head)."""
+        loads = 64 // self.load_rows
+        for j in cutlass.range(i * loads, (i + 1) * loads, unroll=1):
+            at, member = self.place(0, head, j * self.load_rows, group, 0)
+            n = (m_block * self.config.pack_gqa + at) // self.load_rows
+            self.load_queries(atom, queries[None, None, member], shared, n, j, shared.q_full + i)
 
     def ring(self, tma: Tma, full: Any, empty: Any, head_dim: int) -> KeyRing:
         """The ring of tiles of so many columns."""

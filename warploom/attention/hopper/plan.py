@@ -139,7 +139,7 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
         stages=tile.stages,
         pv_wait=tile.pv_wait,
         q_stages=tile.q_stages,
-        split=not (features.varlen or features.columns or features.dropout),
+        split=not ((features.left if features.paged else features.varlen) or features.columns or features.dropout),
         pack_gqa=each,
         page_box=next((box for box in BOXES if features.page_box % box == 0 and tile.keys % box == 0), 1) * features.paged,
         **features.flags(ForwardConfig),
@@ -164,6 +164,24 @@ def pack_gqa(queries: int, group: int, rows: int) -> int:
     return found
 
 
+def few_queries(longest: int, mean: int) -> int:
+    """By how many queries tiles over pages hold several heads: the mean of sequences where not all are as long as ``longest``.
+
+    Beside a chunk of a prompt many sequences may have one query each, and without ``max_seqlen_q`` the longest has them all.
+    """
+    return min(longest, mean) if mean else longest
+
+
+def may_share(sequences: int, heads: int, tiles: int, n_blocks: int, blocks: int) -> bool:
+    """Whether the longest query tile over pages may have SPLIT_COST key tiles more than a block's share, as lengths have it.
+
+    ``heads``: tiles for the same queries, of ``tiles`` in all, with ``n_blocks`` key tiles at the most. Of the longest sequence
+    there are as many tiles as ``heads``, of others one key tile is certain.
+    """
+    total = tiles * n_blocks if sequences == 1 else heads * n_blocks + max(tiles - heads, 0)
+    return n_blocks * blocks >= total + SPLIT_COST * blocks
+
+
 def shape(seqlen_q: int, seqlen_k: int) -> str:
     """Lengths that tiles are chosen by: "brief" and "square" without a mask, "few" with a causal one, else none.
 
@@ -180,9 +198,12 @@ def shape(seqlen_q: int, seqlen_k: int) -> str:
 def config_for(problem: AttentionProblem) -> ForwardConfig:
     """The variant that runs a problem."""
     features, long = Features.of(problem), problem.seqlen_k >= LONG
+    group = problem.heads_q // problem.heads_kv
+    if features.paged and not features.batch_invariant:
+        queries = few_queries(problem.seqlen_q, problem.mean_q)
+        return config(features, long, pack_gqa(queries, group, config(features, long).tile_m))
     if features.varlen or features.batch_invariant:
         return config(features, long)
-    group = problem.heads_q // problem.heads_kv
     if features.columns or features.dropout:
         return config(features, long)  # whose heads may have masks of their own, or whose elements are known by their heads
     each = 0  # of heads with a table of distances each
@@ -302,7 +323,8 @@ def named_set() -> list[ForwardConfig]:
     under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
     up to 8 queries of heads that share their keys. In bfloat16, of the head dims that models have with them: with ALiBi dense
     ones, full or causal, and causal packed ones; dense ones with a table of distances, full or causal; long causal ones that
-    find their largest logits. Causal ones over pages of 16 keys, the size that a cache has where none is asked for.
+    find their largest logits. Causal ones over pages of 16 keys, the size that a cache has where none is asked for, and for
+    up to 8 and to 32 queries of such heads those that dispatch takes unasked.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
@@ -325,6 +347,8 @@ def named_set() -> list[ForwardConfig]:
     for dims, dtype in product(TILINGS, DTYPES):
         pages: dict[str, Any] = {"varlen": True, "used": True, "paged": True, "page_box": 16}
         found[config(Features(dtype, *dims, right=True, **pages), True)] = None
+        if dims in PAGED_TILES and dtype == torch.bfloat16:
+            found.update({config(Features(dtype, *dims, right=True, **pages), True, each): None for each in PACK_GQA})
         found.update({config(Features(dtype, *dims), False, shape=name): None for name in ("brief", "square")})
         found[config(Features(dtype, *dims, right=True), True, shape="few")] = None
     return list(found)

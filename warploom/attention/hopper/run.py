@@ -14,9 +14,9 @@ from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import documents
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, pack_gqa, shape, with_largest
+from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, few_queries, may_share, pack_gqa, shape, with_largest
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
-from warploom.attention.problem import AttentionArgs
+from warploom.attention.problem import AttentionArgs, mean_queries
 from warploom.kernels.distances import head_length
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
@@ -250,9 +250,10 @@ def _bind_packed(args: AttentionArgs, largest: Tensor | None = None) -> Callable
     lse_shape, device, index = (heads, tokens), q.device, q.device.index
     if keeps_nothing(args.left, args.right):
         return partial(_nothing_seen_packed, lse_shape)
-    function, variant = _function(args, args.max_seqlen_k or 0, largest=largest is not None)
-    most = (tokens // variant.tile_m + cu_q.shape[0]) * heads
-    numbers = numbers_of(args, args.left, args.right, blocks=min(processors(index), most))
+    function, variant = _function(args, args.max_seqlen_k or 0, few_of_pages(args), largest is not None)
+    blocks, split = _packed_blocks(args, variant)
+    numbers = numbers_of(args, args.left, args.right, split=split, blocks=blocks)
+    parts_shape = parts_shape_of(blocks, variant)
     like_out = like((tokens, heads, head_dim_v), q.dtype, device)
     like_lse = like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, args.k, args.v)))
@@ -277,17 +278,49 @@ def _bind_packed(args: AttentionArgs, largest: Tensor | None = None) -> Callable
         if sink is not None:
             sink = sink.float().contiguous()
         counter = counter_on(device)
+        parts = None
+        if split:
+            parts = torch.empty(parts_shape, dtype=torch.float32, device=device)
+        elif variant.split:
+            parts = lse[None]  # not read: of the type
         if not whole:
             q, k, v = _filled(variant, q, k, v)
         q, k, v = _read_by_tma(readable, q, k, v)
         if variant.columns:
             columns = column_mask(*others)
         packed = cu_q, cu_k, used, counter
-        given = (q, k, v, out, lse, sink, *packed, None, columns, dropout(seed), bias, largest, table, *numbers)
+        given = (q, k, v, out, lse, sink, *packed, parts, columns, dropout(seed), bias, largest, table, *numbers)
         launch_on(index, function, given)
         return out, lse
 
     return with_seed(args, launch)
+
+
+def few_of_pages(args: AttentionArgs) -> tuple[int, int] | None:
+    """Queries, and heads that share their keys, of a call over pages whose tiles may hold several heads, else None."""
+    if args.block_table is None:
+        return None
+    return few_queries(args.max_seqlen_q or 0, mean_queries(args)), args.q.shape[1] // args.k.shape[2]
+
+
+def _packed_blocks(args: AttentionArgs, variant: ForwardConfig) -> tuple[int, int]:
+    """Blocks of a packed call; over pages, by how many key tiles the longest tile is to be past a share, else 0."""
+    assert args.cu_seqlens_q is not None
+    tokens, heads = args.q.shape[:2]
+    count = args.cu_seqlens_q.shape[0]  # of sequences, and one of the tokens past the last
+    blocks = processors(args.q.device.index)
+    if variant.pack_gqa:
+        heads_kv = args.k.shape[2]
+        heads = heads_kv * tile_heads(heads // heads_kv, variant.heads_per_tile)
+    most = (tokens // variant.queries + count) * heads
+    if variant.split and not args.batch_invariant and args.block_table is not None:
+        capacity = -(-args.block_table.shape[1] * args.k.shape[1] // variant.tile_n)
+        n_blocks = min(-(-(args.max_seqlen_k or 0) // variant.tile_n), capacity)
+        fewest = -(-tokens // variant.queries) * heads
+        # What the kernel adds up stays in 32 bits.
+        if most * capacity < 2**30 and may_share(count - 1, heads, fewest, n_blocks, blocks):
+            return blocks, SPLIT_COST
+    return min(blocks, most), 0
 
 
 def one_page(table: Tensor | None) -> Tensor:
@@ -337,7 +370,7 @@ def warm(args: AttentionArgs) -> None:
         few = args.q.shape[1], args.q.shape[2] // args.k.shape[2]
         _first_launch(args, *_function(args, args.k.shape[1], few))
     else:
-        _first_launch(args, *_function(args, args.max_seqlen_k or 0))
+        _first_launch(args, *_function(args, args.max_seqlen_k or 0, few_of_pages(args)))
 
 
 def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: ForwardConfig) -> None:
@@ -380,8 +413,8 @@ def numbers_of(
 
 
 def parts_shape_of(blocks: int, variant: ForwardConfig) -> tuple[int, int, int]:
-    """Two pieces a block."""
-    return 2 * blocks, variant.piece_floats // variant.tile_m, variant.tile_m
+    """Two pieces a block; over pages room for what blocks say of tiles they share, which is less than a piece."""
+    return 2 * blocks + variant.paged, variant.piece_floats // variant.tile_m, variant.tile_m
 
 
 def _outputs(q: Tensor, v: Tensor, lse_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

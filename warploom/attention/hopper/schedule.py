@@ -87,6 +87,35 @@ def tiles_to_split(tiles: int, n_blocks: int, blocks: int, cost: int, alike: boo
     return (rest, users) if worth and fits else (0, min(blocks, tiles))
 
 
+def share(total: Any, longest: Any, blocks: Any, cost: Any, choose: Any) -> Any:
+    """Key tiles of each block where the ``total`` of a call over pages is dealt out evenly; 0 where query tiles go whole.
+
+    They do unless the ``longest`` takes by ``cost`` key tiles longer than a share, or for a ``cost`` of 0.
+    """
+    even = (total + blocks - 1) // blocks
+    even = choose(even < SMALLEST_PIECE, SMALLEST_PIECE, even)
+    return choose((cost > 0) & (longest >= even + cost), even, 0)
+
+
+def share_piece(first: Any, each: Any, rest: Any, block: Any, choose: Any) -> tuple[Any, Any]:
+    """(end, slot) of the piece from key tile ``first`` of a tile's ``each`` that a block takes, which has a ``rest`` to take.
+
+    The slot is below 0 for a whole tile, 2 · block + 1 for a tile's first piece, 2 · block for others.
+    """
+    end = choose(each - first > rest, first + rest, each)
+    return end, choose(first > 0, 2 * block, choose(end < each, 2 * block + 1, -1))
+
+
+def cut_first(first: Any, share: Any) -> Any:
+    """Whether a block's piece from ``first`` is the second one of its tile."""
+    return (first > 0) & (first <= share)
+
+
+def cut_last(first: Any, each: Any, share: Any, block: Any) -> Any:
+    """The block of a tile's last piece; ``block`` takes its second one, from ``first``."""
+    return block + (each - first - 1) // share
+
+
 def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_heads: Any, choose: Any) -> tuple[Any, Any]:
     """(m_block, head) of a block's ``turn``-th tile when later rows see more keys (causal).
 
