@@ -116,24 +116,24 @@ _BIASED = {
 # With a table of distances, which is read into registers at once. Measured on an H200, T5's buckets of 2 × 8,192 tokens, 2,048
 # channels, not causal, ms; before, through shared memory, at the tiles above.
 _DISTANCES = {
-    # Forward 4.7 against 28.2; dK/dV 6.8 against 35.5; dQ 5.4 against 30.9; the gradient 12.4 against 20.6, now compiled alone.
+    # Forward 4.0 against 28.2; dK/dV 5.5 against 35.5; dQ 4.6 against 30.9; the gradient 4.4 against 20.6.
     64: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(64, 64, 4, 3), dtable=Tiling(64, 64, 4, 2, boxes=True)),
-    # Forward 3.2 against 15.1; dK/dV 5.2 against 21.6; dQ 3.5 against 17.8; the gradient 8.0 against 12.8, now compiled alone.
+    # Forward 2.9 against 15.1; dK/dV 4.4 against 21.6; dQ 3.2 against 17.8; the gradient 3.9 against 12.8.
     128: Config(Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 2), Tiling(128, 64, 8, 3), dtable=Tiling(64, 64, 4, 2, boxes=True)),
     256: _CROWDED[256],
 }
 # Where the copy engine brings a tensor's tiles; likewise.
 _BIASED_BOXES = {
-    # Forward 0.26, 0.95 (0.26, 1.01 at 128×64 without boxes of keys); dK/dV 0.47, 1.81; dQ 0.42, 1.43; the gradient 1.94.
+    # Forward 0.23, 0.85; dK/dV 0.36, 1.37 (0.44, 1.69 with boxes); dQ 0.37, 1.03; the gradient 1.95.
     64: Config(
         Tiling(64, 64, 4, 3, boxes=True), Tiling(64, 64, 4, 3), Tiling(64, 64, 4, 3, boxes=True),
-        dbias=Tiling(64, 64, 4, 3),
+        dbias=Tiling(64, 64, 4, 2, boxes=True),
     ),
-    # Forward 0.38, 1.48 (0.45, 1.79 without boxes of keys); dK/dV 0.68, 2.66; dQ 0.61, 2.02, and 0.57, 1.85 at 128×64 in three
-    # stages, which ask for 257 of 227 KiB where the bias is fp32; the gradient 2.83.
+    # Forward 0.34, 1.33; dK/dV 0.58, 2.27; dQ 0.54, 1.64, and 0.49, 1.56 at 128×64 in three stages, which ask for 257 of 227
+    # KiB where the bias is fp32; the gradient 2.28, and 2.76 at 128×64 with 8 warps.
     128: Config(
         Tiling(128, 64, 8, 3, boxes=True), Tiling(64, 64, 4, 2, boxes=True), Tiling(64, 64, 4, 2, boxes=True),
-        dbias=Tiling(128, 64, 8, 2),
+        dbias=Tiling(64, 64, 4, 2, boxes=True),
     ),
     256: _CROWDED[256],
 }  # fmt: skip

@@ -21,8 +21,6 @@ class Config:
     max_splits: int
     warps: int
     stages: int
-    deeper: int = 1  # stages more of a program that takes groups of splits
-    registers: int | None = None  # of a thread, at most
     group: int = 8  # splits that one program may take whole: fewer parts to store and merge
     full: int = 250  # groups of a launch from which on programs take whole ones
 
@@ -38,9 +36,7 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
     # Wide tiles of four stages must fit 163 KiB of shared memory (fp32, head_dim 256, on an A100).
     block_n = 64 if width <= 256 else 32 if width <= 512 else 16
     # Of 64 rows 8 warps took 1.4 to 1.6 times as long as 4 to head_dim 128; at 256 4 warps spill.
-    warps, stages, registers = 8 if block_m == 64 and width > 256 else 4, 3, None
-    # Groups run in whole waves of two programs a multiprocessor, which the deeper pipeline's memory allows just so.
-    deeper = 1 if block_m < 64 else 0
+    warps, stages = 8 if block_m == 64 and width > 256 else 4, 3
     if pairs and block_m == 32:
         # Nothing is spilled.
         block_n, warps, stages = 64, *((8, 4) if width > 256 else (4, 3))
@@ -48,10 +44,6 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         # As many bytes as a tile of the queries' type has. On an H200 104 us against 113 with half as many keys (head_dim 128,
         # 16 sequences of 8,192).
         block_n *= 2
-        if width <= 256:
-            # Three programs a multiprocessor for two, at 3 % more instructions a tile; nothing that the loop reads is spilled.
-            registers = 168
-            deeper = 1 if width <= 128 else 0
     # From a single sequence about 256 splits over the kv heads and blocks of rows fill an H200, of 64 rows 64: their parts are
     # 32 KiB each, and take time to write and to read. Groups fill it from 250 on, with two programs a multiprocessor.
     total, split, group, full = (64, 512, 4, 100) if block_m == 64 else (256, 512, 8, 250) if pairs else (256, 256, 16, 250)
@@ -62,8 +54,6 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         max_splits=min(max(power_of_two(total // (heads_kv * row_blocks)), 16), 256),
         warps=warps,
         stages=stages,
-        deeper=deeper,
-        registers=registers,
         group=group,
         full=full,
     )

@@ -238,10 +238,9 @@ def _constants(
         "SHARED": blocks > 0,
         "NARROW": s.narrow and _pairs(s) and pages in (TILE_IN_PAGE, SCATTERED),
         "num_warps": c.warps,
-        "num_stages": c.stages + (c.deeper if grouped else 0),
+        # Groups of fewer than 64 rows run in waves of two programs a multiprocessor, which the deeper pipeline's memory allows.
+        "num_stages": c.stages + (grouped and c.block_m < 64),
     }
-    if c.registers is not None and pdl and s.bias is None:  # which takes registers of its own
-        split["maxnreg"] = c.registers
     return shared | split, shared | {
         "DV": merge_dim, "AHEAD": _AHEAD // c.group, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0,
         "FINAL": final and blocks > 0, "num_warps": 1,
