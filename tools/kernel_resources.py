@@ -68,6 +68,7 @@ class Resources:
     shared: int  # bytes
     wgmma: int  # HGMMA instructions
     faults: int = 0  # what tools/machine_code.py finds wrong
+    waits: int = 0  # for wgmma: as many as there are products where ptxas runs them one by one
 
 
 @dataclass(frozen=True)
@@ -412,12 +413,13 @@ def resources_of(launch: Recorded, compiled: Any, architecture: int) -> Resource
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
         usage = _cuobjdump("-res-usage", cubin.name)
-        wgmma = _cuobjdump("-sass", cubin.name).count("HGMMA") if architecture >= 90 else 0
+        code = _cuobjdump("-sass", cubin.name) if architecture >= 90 else ""
     found = faults(compiled.asm["ttgir"], compiled.asm["ptx"], listing(compiled.asm["cubin"])) if architecture >= 90 else []
     for fault in found:
         print(f"{launch.kernel.__name__}: {fault}", file=sys.stderr)
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage)[1]) for word in ("REG", "STACK"))  # type: ignore[index]
-    return Resources(registers, stack, compiled.metadata.shared, wgmma, len(found))
+    wgmma, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")
+    return Resources(registers, stack, compiled.metadata.shared, wgmma, len(found), waits)
 
 
 def _cuobjdump(option: str, path: str) -> str:

@@ -60,6 +60,16 @@ def test_sixteen_bit_tiles_use_wgmma() -> None:
             assert row["wgmma"], name
 
 
+# Whose registers let three programs share a multiprocessor as it is, and which is slower otherwise.
+ONE_BY_ONE = {"sm_90 bf16 64/64 distance forward"}
+
+
+def test_products_do_not_wait_for_each_other() -> None:
+    """ptxas may run wgmma one by one, which docs/lab-notes/compiler.md tells of: then there are as many waits as products."""
+    found = {name for name, row in VARIANTS.items() if row["wgmma"] >= 8 and row["waits"] >= row["wgmma"] / 2}
+    assert found == ONE_BY_ONE
+
+
 def test_a_decode_kernel_without_a_bias_takes_nothing_of_one() -> None:
     """Its binary is what it was before there were any."""
     case = next(c for c in tool.cases() if str(c) == "sm_90 bf16 128/128 decode")
