@@ -82,7 +82,7 @@ def split_size(keys, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.conste
     if LEAST:
         return keys * 0 + SPLIT
     else:
-        halves = tl.cdiv(keys * 2, SPLIT * MAX_SPLITS)
+        halves = tl.cdiv(keys, SPLIT * MAX_SPLITS // 2)
         above = (tl.maximum(halves - 1, 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
         power = tl.cast(1, tl.int32) << above  # the next one of two
         halves = tl.where(4 * halves <= 3 * power, power * 3 // 4, power)
@@ -97,8 +97,8 @@ def splits(
     """How a sequence is cut: start of split 0, keys of a split, units that hold keys, splits of a unit.
 
     Cuts fall on whole tiles, so tiles fall alike everywhere. A unit, what one program computes and stores, is a split or a
-    group of GROUP_SPLITS; which one changes no bit (see `fold`). Groups of long splits would leave too few units. LEAST:
-    no sequence that fits has splits of more than SPLIT keys.
+    group of GROUP_SPLITS; which one changes no bit (see `fold`). Groups of longer splits would leave too few units, and programs
+    unlike work where lengths differ. LEAST: no sequence that fits has splits of more than SPLIT keys.
     """
     start = first // N * N
     keys = tl.maximum(last - start, 0)
@@ -111,7 +111,7 @@ def splits(
         # No key is asked for before this is known: the usual length is spared the division by a value of run time.
         if keys > SPLIT * MAX_SPLITS:
             used = tl.cdiv(keys, size)
-        each = tl.where(size <= 2 * SPLIT, each, 1)
+        each = tl.where(keys > SPLIT * MAX_SPLITS, 1, each)
     return start, size, tl.cdiv(used, each), each
 
 
