@@ -97,8 +97,8 @@ def splits(
     """How a sequence is cut: start of split 0, keys of a split, units that hold keys, splits of a unit.
 
     Cuts fall on whole tiles, so tiles fall alike everywhere. A unit, what one program computes and stores, is a split or a
-    group of GROUP_SPLITS; which one changes no bit (see `fold`). Groups of longer splits would leave too few units, and programs
-    unlike work where lengths differ. LEAST: no sequence that fits has splits of more than SPLIT keys.
+    group of GROUP_SPLITS; which one changes no bit (see `fold`). Groups of longer splits would leave too few units, and
+    programs unlike work where lengths differ. LEAST: no sequence that fits has splits of more than SPLIT keys.
     """
     start = first // N * N
     keys = tl.maximum(last - start, 0)
