@@ -80,8 +80,8 @@ def problem(**changes: Any) -> DecodeProblem:
         ({"left": 100}, "each sequence reads the prefix itself"),
         ({"bias": "key"}, "each sequence reads the prefix itself"),
         ({"bias": "alibi", "tree": True}, "up to 16 sequences"),
-        ({"capacity": 256}, "each sequence reads the prefix itself"),
-        ({"prefix": False}, "splits of 256 keys, longer ones past 8192, 16 rows × 64 keys a tile"),
+        ({"capacity": 512}, "each sequence reads the prefix itself"),
+        ({"prefix": False}, "splits of 512 keys, longer ones past 16384, 16 rows × 64 keys a tile"),
     ],
     ids=str,
 )

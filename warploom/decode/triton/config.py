@@ -22,7 +22,7 @@ class Config:
     warps: int
     stages: int
     group: int = 8  # splits that one program may take whole: fewer parts to store and merge
-    full: int = 250  # groups of a launch from which on programs take whole ones
+    full: int = 400  # groups of a launch from which on programs take whole ones
 
 
 @cache
@@ -45,12 +45,13 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         # 16 sequences of 8,192).
         block_n *= 2
     # From a single sequence about 256 splits over the kv heads and blocks of rows fill an H200, of 64 rows 64: their parts are
-    # 32 KiB each, and take time to write and to read. Groups fill it from 250 on, with two programs a multiprocessor.
-    total, split, group, full = (64, 512, 4, 100) if block_m == 64 else (256, 512, 8, 250) if pairs else (256, 256, 16, 250)
+    # 32 KiB each, and take time to write and to read. On an H100, groups against single splits, 16 rows of bf16: 512 groups 356
+    # against 362 us, 256 groups 187 against 184; of FP8 on an H200 256 groups 92 against 101.
+    total, group, full = (64, 4, 100) if block_m == 64 else (256, 8, 250 if pairs else 400)
     return Config(
         block_m=block_m,
         block_n=block_n,
-        split=split,
+        split=512,
         max_splits=min(max(power_of_two(total // (heads_kv * row_blocks)), 16), 256),
         warps=warps,
         stages=stages,

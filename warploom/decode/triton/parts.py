@@ -75,18 +75,11 @@ def place_of_token(
 
 @triton.jit
 def split_size(keys, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr):
-    """Keys of a split of so many: SPLIT, or of more than MAX_SPLITS of these 1.5, 2, 3, 4, 6, … times as many.
-
-    Sequences of like lengths are cut alike, so that they can share a prefix.
-    """
+    """Keys of a split of so many: SPLIT, or as many more, in whole tiles, as leave MAX_SPLITS splits."""
     if LEAST:
         return keys * 0 + SPLIT
     else:
-        halves = tl.cdiv(keys, SPLIT * MAX_SPLITS // 2)
-        above = (tl.maximum(halves - 1, 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
-        power = tl.cast(1, tl.int32) << above  # the next one of two
-        halves = tl.where(4 * halves <= 3 * power, power * 3 // 4, power)
-        return tl.where(keys > SPLIT * MAX_SPLITS, tl.cdiv(halves * SPLIT // 2, N) * N, SPLIT)
+        return tl.where(keys > SPLIT * MAX_SPLITS, tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N, SPLIT)
 
 
 @triton.jit
@@ -97,7 +90,7 @@ def splits(
     """How a sequence is cut: start of split 0, keys of a split, units that hold keys, splits of a unit.
 
     Cuts fall on whole tiles, so tiles fall alike everywhere. A unit, what one program computes and stores, is a split or a
-    group of GROUP_SPLITS; which one changes no bit (see `fold`). Groups of longer splits would leave too few units, and
+    group of GROUP_SPLITS; which one changes no bit (see `fold`). Groups of long splits would leave too few units, and
     programs unlike work where lengths differ. LEAST: no sequence that fits has splits of more than SPLIT keys.
     """
     start = first // N * N
@@ -111,7 +104,7 @@ def splits(
         # No key is asked for before this is known: the usual length is spared the division by a value of run time.
         if keys > SPLIT * MAX_SPLITS:
             used = tl.cdiv(keys, size)
-        each = tl.where(keys > SPLIT * MAX_SPLITS, 1, each)
+        each = tl.where(size <= 2 * SPLIT, each, 1)
     return start, size, tl.cdiv(used, each), each
 
 

@@ -101,8 +101,8 @@ def plan(shape: Shape) -> Plan:
     row_blocks = -(-rows // c.block_m)
     pairs = s.batch * s.heads_kv * row_blocks
     grouped = not s.latent and pairs * -(-max_splits // c.group) >= c.full
-    # The kernels group splits of the least size; a longer sequence has a unit a split.
-    if grouped and reach <= c.split * c.max_splits:
+    # The kernels group splits of up to twice the least size; a longer sequence has a unit a split.
+    if grouped and reach <= 2 * c.split * c.max_splits:
         max_units = -(-max_splits // c.group)
     else:
         max_units = max_splits
