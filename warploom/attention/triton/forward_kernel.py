@@ -245,7 +245,7 @@ def forward_kernel(
     )  # fmt: skip
     # Where ptxas would run products one by one. Plain calls are up to 5 % faster without, and tables at head_dim 64, whose
     # registers then let three programs share a multiprocessor, 15 %.
-    PACKED: tl.constexpr = cu_q_ptr is not None
+    PACKED: tl.constexpr = cu_q_ptr is not None or offset_ptr is not None  # or chunks
     APART: tl.constexpr = ASCENDING or PACKED or (BIAS != "" and (BIAS != "distance" or DV > 64))
     acc, total, top = attend(
         _step, _nothing(M, DV, APART), queries, lengths, k, v, mask, held, softmax, dropout, bias, group, N, UNIT, WIDE, True,
