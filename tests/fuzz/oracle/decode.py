@@ -100,10 +100,17 @@ class Decode:
         if low:
             weights = (weights * 2.0 ** (0.37 * turn)).to(dtype).to(wide)
             total = total * 2.0 ** (0.37 * turn)
-        out = product(weights, values.transpose(1, 2)[:, :, None], rounded) / total.masked_fill(empty, 1.0)
+        out = self.weighted(weights, values.transpose(1, 2)[:, :, None], scores != float("-inf"), rounded)
+        out = out / total.masked_fill(empty, 1.0)
         out = out.flatten(1, 2).transpose(1, 2)
         lse = lse.flatten(1, 2).squeeze(-1)
         return Attended(out.to(dtype), lse.float()) if low else Attended(out, lse)
+
+    def weighted(self, weights: Tensor, values: Tensor, seen: Tensor, rounded: torch.dtype | None) -> Tensor:
+        """P V. A NaN reaches the rows that see it alone: a page may be shared with a sequence that hides it from some."""
+        nan = values.isnan()
+        out = product(weights, values.masked_fill(nan, 0.0), rounded)
+        return out.masked_fill((seen.to(out.dtype) @ nan.to(out.dtype)) > 0, float("nan")) if nan.any() else out
 
     def rows(self, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values of every sequence by position, (batch, longest length, heads_kv, ·)."""
