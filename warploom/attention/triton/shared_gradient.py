@@ -1,6 +1,6 @@
 """dQ of the batch entries that share a bias, and the bias's gradient, by one walk along the keys.
 
-A program owns a tile of rows of a head and takes each tile of keys for GROUP batch entries one after the other: their
+A program owns a tile of rows of a head and takes each tile of keys for ENTRIES batch entries one after the other: their
 accumulators of dQ stay in registers, and the sum of their dscores is stored once. A pass of its own would multiply queries by
 keys, and dO by values, once more.
 """
