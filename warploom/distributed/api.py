@@ -12,7 +12,7 @@ from torch import Tensor
 from warploom.attention import registry  # noqa: F401  (it fills the dispatch list)
 from warploom.attention.arguments import dense_args
 from warploom.attention.problem import AttentionArgs, AttentionProblem, band_words, check_columns
-from warploom.distributed import groups
+from warploom.distributed import gather, groups
 from warploom.distributed.call import Call
 from warploom.distributed.choice import Choice, choose
 from warploom.distributed.function import Sharded as Function
@@ -144,7 +144,9 @@ def explain(
         pieces = [piece for step in range(plan.ranks) for piece in sharded.against((plan.rank - step) % plan.ranks)]
     else:
         unit = _unit(args, sharded.whole, backend, backward)
-        pieces = list(sharded.gathered(dropout, unit) if choice.method == "gather" else sharded.of_all(dropout))
+        pieces = list(sharded.of_all(dropout))
+        if choice.method == "gather":
+            pieces = list(gather.pieces_of(sharded, args, unit)[0])
     calls = []
     for piece in pieces:
         (a, b), (c, d) = piece.rows if piece.among is None else (0, piece.among[1]), piece.keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from warploom.distributed import local
 from warploom.distributed.layout import Layout
-from warploom.distributed.pieces import Sharded
+from warploom.distributed.pieces import Piece, Sharded
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,14 @@ class Call:
     def dropout(self) -> bool:
         return self.run.args.dropout_p > 0.0
 
-    def blank(self, q: Tensor, head_dim_v: int, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Out and lse of queries that see nothing."""
+    def blank(self, q: Tensor, head_dim_v: int, sink: Tensor | None, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+        """Room for out and lse: those of queries that see nothing where ``pieces`` will not write."""
         batch, rows, heads, _ = q.shape
-        out = q.new_zeros((batch, rows, heads, head_dim_v))
-        lse = torch.full((batch, heads, rows), float("-inf"), dtype=local.wide(q), device=q.device)
-        if sink is not None:
-            lse.copy_(sink[:, None].expand(lse.shape))
+        out = q.new_empty((batch, rows, heads, head_dim_v))
+        lse = torch.empty((batch, heads, rows), dtype=local.wide(q), device=q.device)
+        if sum([b - a for a, b in [piece.rows for piece in pieces]]) < rows:
+            out.zero_()
+            lse.fill_(float("-inf"))
+            if sink is not None:
+                lse.copy_(sink[:, None].expand(lse.shape))
         return out, lse

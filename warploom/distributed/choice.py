@@ -85,8 +85,9 @@ def choose(
     # Ranks must agree, so the ring's cost is that of the rank that merges most blocks; each is read and written in fp32.
     blocks = max(sum(bool(sharded.needed(reader, source)) for source in range(ranks)) for reader in range(ranks))
     merges = blocks * queries.longest * batch * heads_q * head_dim_v * 4 * 3
+    _, first = head_groups(heads_kv, keys.seqlen * token_kv)[0]
     model = {
-        "gather": others * keys.longest * token_kv // head_groups(heads_kv, keys.seqlen * token_kv),
+        "gather": others * keys.longest * token_kv * first // max(heads_kv, 1),
         "heads": (queries.longest * token_q + keys.longest * token_kv) * others // ranks,
         "ring": int(merges * _MERGE),
     }

@@ -36,53 +36,67 @@ class Pending:
 
 
 class Gathering(Pending):
-    """Keys and values of some heads on their way from every rank to every rank."""
+    """Keys and values of some heads on their way from every rank to every rank.
+
+    Tensors differ in their last dimension alone. They are sent side by side, rows first, so that what comes from all ranks is
+    one tensor of rows, of which results may be views.
+    """
 
     def __init__(self, group: Any, layout: Layout, places: Tensor, *tensors: Tensor) -> None:
         self._layout, self._places = layout, places
-        self._shapes = [(t.shape[0], layout.longest, *t.shape[2:]) for t in tensors]
-        sent = torch.cat([_padded(t, layout.longest).flatten() for t in tensors])
-        self._found = sent.new_empty(len(layout.counts) * sent.numel())
+        self._sizes = [t.shape[-1] for t in tensors]
+        sent = torch.cat([_padded(t, layout.longest).transpose(0, 1) for t in tensors], -1)
+        self._found = sent.new_empty((len(layout.counts) * layout.longest, *sent.shape[1:]))
         super().__init__([all_gather(self._found, sent, group=group, async_op=True)], sent)
+
+    def by_ranks(self) -> list[Tensor]:
+        """Each tensor as ranks hold it, one behind the other and padded to as many rows: views, (batch, rows, heads, ·)."""
+        self.wait()
+        return [t.transpose(0, 1) for t in self._found.split(self._sizes, -1)]
 
     def result(self) -> list[Tensor]:
         """Each tensor over the whole sequence, in order: (batch, seqlen, heads, ·)."""
-        self.wait()
-        parts = self._found.view(len(self._layout.counts), -1).split([prod(shape) for shape in self._shapes], 1)
-        found = [part.unflatten(1, shape) for part, shape in zip(parts, self._shapes, strict=True)]  # of each rank
-        segments = self._layout.segments
-        if 0 < len(segments) <= MOST_SEGMENTS:
-            return [torch.cat([t[rank, :, at : at + b - a] for rank, at, a, b in segments], 1) for t in found]
-        # With the batch first ranks and rows are one dimension.
-        return [t.transpose(0, 1).flatten(1, 2).index_select(1, self._places) for t in found]
+        found, segments = self.by_ranks(), self._layout.segments
+        if self._layout.in_order:
+            return [t[:, : self._layout.seqlen] for t in found]
+        if len(segments) <= MOST_SEGMENTS:
+            starts = [(rank * self._layout.longest + at, b - a) for rank, at, a, b in segments]
+            return [torch.cat([t.narrow(1, *run) for run in starts], 1) for t in found]
+        return [t.index_select(1, self._places) for t in found]
 
 
 class Scattering(Pending):
-    """Gradients of keys and values of some heads, summed over ranks on their way to who holds the keys."""
+    """Gradients of keys and values of some heads, summed over ranks on their way to who holds the keys.
 
-    def __init__(self, group: Any, layout: Layout, places: Tensor, *tensors: Tensor) -> None:
-        ranks, longest = len(layout.counts), layout.longest
-        self._shapes = [(t.shape[0], longest, *t.shape[2:]) for t in tensors]
-        sizes = list(map(prod, self._shapes))
-        make = tensors[0].new_empty if min(layout.counts) == longest else tensors[0].new_zeros
-        rooms = make(ranks, sum(sizes))
-        for t, room, shape in zip(tensors, rooms.split(sizes, 1), self._shapes, strict=True):
-            of_ranks = room.unflatten(1, shape)
-            if len(layout.segments) <= MOST_SEGMENTS:
+    They are sent in fp32 (fp64 for fp64), as ``Gathering`` sends what they are of.
+
+    Args:
+        by_ranks: keys lie as `Gathering.by_ranks` has them, not in order.
+    """
+
+    def __init__(self, group: Any, layout: Layout, places: Tensor, *tensors: Tensor, by_ranks: bool = False) -> None:
+        ranks, longest, first = len(layout.counts), layout.longest, tensors[0]
+        self._sizes = [t.shape[-1] for t in tensors]
+        shape = (ranks * longest, first.shape[0], *first.shape[2:-1], sum(self._sizes))
+        whole = by_ranks or min(layout.counts) == longest
+        make = torch.empty if whole else torch.zeros
+        sent = make(shape, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
+        for t, room in zip(tensors, sent.split(self._sizes, -1), strict=True):
+            rows = t.transpose(0, 1)
+            if by_ranks or layout.in_order:
+                room[: len(rows)] = rows
+            elif len(layout.segments) <= MOST_SEGMENTS:
                 for rank, at, a, b in layout.segments:
-                    of_ranks[rank, :, at : at + b - a] = t[:, a:b]
+                    room[rank * longest + at :][: b - a] = rows[a:b]
             else:
-                spread = t.new_zeros((t.shape[0], ranks * longest, *t.shape[2:])).index_copy_(1, places, t)
-                of_ranks.copy_(spread.unflatten(1, (ranks, longest)).transpose(0, 1))
-        sent = rooms.flatten()
-        self._found = sent.new_empty(sent.numel() // ranks)
+                room.index_copy_(0, places, rows.to(room.dtype))
+        self._found = sent.new_empty((longest, *shape[1:]))
         super().__init__([reduce_scatter(self._found, sent, group=group, async_op=True)], sent)
 
     def result(self, count: int) -> list[Tensor]:
-        """Of this rank's ``count`` keys, (batch, count, heads, ·)."""
+        """Of this rank's ``count`` keys, (batch, count, heads, ·) views."""
         self.wait()
-        parts = self._found.split([prod(shape) for shape in self._shapes])
-        return [part.view(shape)[:, :count] for part, shape in zip(parts, self._shapes, strict=True)]
+        return [t[:count].transpose(0, 1) for t in self._found.split(self._sizes, -1)]
 
 
 def exchange(group: Any, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:

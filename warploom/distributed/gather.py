@@ -2,51 +2,62 @@
 
 The next heads are on their way while these are computed, on the stream that the backend keeps for its collectives; gradients
 of keys and values go back by reduce-scatter in fp32 the same way. Memory is that of two groups of heads over the whole
-sequence.
+sequence, of all heads where they are few bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from warploom.attention.problem import AttentionArgs
 from warploom.distributed import local
 from warploom.distributed.call import Call
 from warploom.distributed.collectives import Gathering, Scattering
 from warploom.distributed.layout import Layout, Run
-from warploom.distributed.pieces import Piece
+from warploom.distributed.pieces import Piece, Sharded
 
 MOST_GROUPS = 4  # of heads: more would give kernels too little to do at a time
 MANY = 2**30  # bytes of all keys and values from which memory, not the kernels' ends, decides on the number of groups
+FIRST = 8  # the share of a forward pass's first group: of what is waited for, and of what hides the other one
 
 
-def head_groups(heads_kv: int, nbytes: int) -> int:
-    """In how many goes heads are gathered, ``nbytes`` of keys and values in all.
+def head_groups(heads_kv: int, nbytes: int, backward: bool = False) -> tuple[Run, ...]:
+    """The heads of keys that are gathered together, ``nbytes`` of keys and values in all.
 
-    A kernel's last tiles leave processors idle once for each group, and the first group is waited for.
+    A kernel's last tiles leave processors idle once for each group, and the first group is waited for: where memory allows
+    two, a forward pass begins with few heads. Gradients of keys are computed by blocks of keys, of which few heads have too
+    few, and the last group's are waited for too: those groups are alike.
     """
+    if nbytes < MANY and not backward and heads_kv > 1:
+        first = max(heads_kv // FIRST, 1)
+        return (0, first), (first, heads_kv)
     most = MOST_GROUPS if nbytes >= MANY else 2
-    return next(n for n in range(min(most, max(heads_kv, 1)), 0, -1) if heads_kv % n == 0)
+    count = next(n for n in range(min(most, max(heads_kv, 1)), 0, -1) if heads_kv % n == 0)
+    step = heads_kv // count
+    return tuple([(n * step, (n + 1) * step) for n in range(count)])
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse, fp32 or wider, of this rank's queries."""
-    out, lse = call.blank(q, v.shape[-1], sink)
-    for heads, _, pieces, keys, values in _groups(call, q, k, v, call.unit):
+    found, _ = pieces_of(call.sharded, call.run.args, call.unit)
+    out, lse = call.blank(q, v.shape[-1], sink, found)
+    for group in _groups(call, q, k, v, call.unit):
+        heads = group.heads
         some = None if sink is None else sink[heads]
-        for rows, part_out, part_lse in local.forward(call.run, q[:, :, heads], keys, values, some, pieces):
-            out[:, rows, heads], lse[:, heads, rows] = part_out, part_lse
+        given = (q[:, :, heads], group.keys, group.values, some, group.pieces)
+        local.write(call.run, *given, out[:, :, heads], lse[:, heads])
     return out, lse
 
 
 def backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this rank's q, in its dtype or wider, and of k and v, in fp32 or wider."""
-    dq: Tensor | None = None
-    dk, dv = (torch.empty(t.shape, dtype=local.wide(t), device=t.device) for t in (k, v))
+    """The gradients of this rank's q, k and v, in their dtypes; those of k and v are summed in fp32 or wider before."""
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     pending: list[tuple[slice, Scattering]] = []
 
     def finish(most: int) -> None:
@@ -54,22 +65,19 @@ def backward(
             heads_kv, scattering = pending.pop(0)
             dk[:, :, heads_kv], dv[:, :, heads_kv] = scattering.result(k.shape[1])
 
-    for heads, heads_kv, pieces, keys, values in _groups(call, q, k, v):
+    for group in _groups(call, q, k, v, backward=True):
+        heads = group.heads
         row_dlse = None if dlse is None else dlse[:, heads]
         given = (dout[:, :, heads], row_dlse, out[:, :, heads], lse[:, heads])
-        of_q, dkeys, dvalues = local.backward(call.run, q[:, :, heads], keys, values, *given, pieces)
-        if of_q.shape == q.shape:
-            dq = of_q
-        else:
-            dq = of_q.new_empty(q.shape) if dq is None else dq
-            dq[:, :, heads] = of_q
+        of_q, *of_keys = local.backward(call.run, q[:, :, heads], group.keys, group.values, *given, group.pieces)
+        dq[:, :, heads] = of_q
         if call.group is None:
-            dk[:, :, heads_kv], dv[:, :, heads_kv] = dkeys, dvalues
+            dk[:, :, group.heads_kv], dv[:, :, group.heads_kv] = of_keys
             continue
         finish(0)
-        pending.append((heads_kv, Scattering(call.group, call.keys, call.key_places, dkeys, dvalues)))
+        scattering = Scattering(call.group, call.keys, call.key_places, *of_keys, by_ranks=group.by_ranks)
+        pending.append((group.heads_kv, scattering))
     finish(0)
-    assert dq is not None
     return dq, dk, dv
 
 
@@ -78,28 +86,56 @@ def whole_bytes(layout: Layout, k: Tensor, v: Tensor) -> int:
     return layout.seqlen * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
 
 
-def _groups(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, unit: int | None = None
-) -> Iterator[tuple[slice, slice, tuple[Piece, ...], Tensor, Tensor]]:
-    """Heads of q and of k, the pieces and all keys and values of each group; the next one's are on their way by then."""
-    heads_q, heads_kv = q.shape[2], k.shape[2]
-    count = head_groups(heads_kv, whole_bytes(call.keys, k, v))
-    step, step_q = heads_kv // count, heads_q // count
+class Group(NamedTuple):
+    """Heads that are computed together.
+
+    Attributes:
+        heads, heads_kv: of q and of k.
+        pieces: this rank's queries against all keys.
+        keys, values: all of these heads; in order, or with ``by_ranks`` as ranks hold them.
+    """
+
+    heads: slice
+    heads_kv: slice
+    pieces: tuple[Piece, ...]
+    keys: Tensor
+    values: Tensor
+    by_ranks: bool
+
+
+def pieces_of(sharded: Sharded, args: AttentionArgs, unit: int | None) -> tuple[tuple[Piece, ...], bool]:
+    """A rank's queries against all keys, and whether these lie as ranks hold them.
+
+    Keys need no order where a mask is columns: one call for all queries, and no copies of keys. Under dropout and in a
+    batch-invariant call they are counted from the first, and in a deterministic order columns cost more than bands do.
+    """
+    dropout = args.dropout_p > 0.0
+    if len(sharded.queries.counts) > 1 and not (dropout or args.deterministic or unit is not None):
+        ranked = sharded.ranked()
+        if ranked is not None:
+            return ranked, True
+    return sharded.gathered(dropout, unit), False
+
+
+def _groups(call: Call, q: Tensor, k: Tensor, v: Tensor, unit: int | None = None, backward: bool = False) -> Iterator[Group]:
+    """One group after the other; the next one's keys are on their way by then."""
+    heads_kv, members = k.shape[2], q.shape[2] // max(k.shape[2], 1)
+    runs: tuple[Run, ...] = ((0, heads_kv),)
+    if call.group is not None or unit is not None:  # bits may depend on how many heads are computed together
+        runs = head_groups(heads_kv, whole_bytes(call.keys, k, v), backward)
+    found, by_ranks = pieces_of(call.sharded, call.run.args, unit)
 
     def begin(n: int) -> Gathering | None:
-        heads = slice(n * step, (n + 1) * step)
+        heads = slice(*runs[n])
         return None if call.group is None else Gathering(call.group, call.keys, call.key_places, k[:, :, heads], v[:, :, heads])
 
     coming = begin(0)
-    for n in range(count):
-        kv: Run = (n * step, (n + 1) * step)
-        of_q: Run = (n * step_q, (n + 1) * step_q)
+    for n, kv in enumerate(runs):
+        of_q: Run = (kv[0] * members, kv[1] * members)
         if coming is None:
             keys, values = k[:, :, slice(*kv)], v[:, :, slice(*kv)]
         else:
-            keys, values = coming.result()
-        coming = begin(n + 1) if n + 1 < count else None
-        pieces = call.sharded.gathered(call.dropout, unit)
-        if count > 1:
-            pieces = call.sharded.heads(pieces, kv, of_q, heads_kv)
-        yield slice(*of_q), slice(*kv), pieces, keys, values
+            keys, values = coming.by_ranks() if by_ranks else coming.result()
+        coming = begin(n + 1) if n + 1 < len(runs) else None
+        some = found if len(runs) == 1 else call.sharded.heads(found, kv, of_q, heads_kv)
+        yield Group(slice(*of_q), slice(*kv), some, keys, values, by_ranks)

@@ -33,10 +33,9 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
     """Out in q's dtype and lse, fp32 or wider, of this rank's queries, and what the backward pass needs."""
     tokens = (call.queries, call.keys, call.keys)
     all_q, all_k, all_v = _to_heads(call, (q, k, v), tokens)
-    out, lse = call.blank(all_q, v.shape[-1], _mine(call, sink))
     pieces = _pieces(call, q.shape[2], k.shape[2])
-    for rows, part_out, part_lse in local.forward(call.run, all_q, all_k, all_v, _mine(call, sink), pieces):
-        out[:, rows], lse[:, :, rows] = part_out, part_lse
+    out, lse = call.blank(all_q, v.shape[-1], _mine(call, sink), pieces)
+    local.write(call.run, all_q, all_k, all_v, _mine(call, sink), pieces, out, lse)
     lse[:, :, call.last :] = float("-inf")
     (mine,) = _to_tokens(call, (out,), (call.queries,))
     (mine_lse,) = _to_tokens(call, (_rows_first(lse),), (call.queries,))

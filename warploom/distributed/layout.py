@@ -69,6 +69,11 @@ class Layout:
                 at += b - a
         return tuple(sorted(found, key=lambda segment: segment[2]))
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether ``places`` are the positions themselves: ranks hold neighbours, and as many, but for the last."""
+        return all([rank * self.longest + at == first for rank, at, first, _ in self.segments])
+
     def before(self, rank: int) -> Tensor:
         """How many of a rank's positions lie before each: int32 (seqlen + 1,), ascending."""
         held = torch.zeros(self.seqlen + 1, dtype=torch.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.distributed.pieces import Piece
 from warploom.runtime import dispatch
+from warploom.runtime.alignment import stepped
 from warploom.runtime.backend import Backend
 from warploom.runtime.op import plain
 
@@ -36,25 +38,65 @@ class Run(NamedTuple):
     launchers: Launchers
 
 
+def write(
+    run: Run, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, pieces: Sequence[Piece], out: Tensor, lse: Tensor
+) -> None:
+    """Write out, in q's dtype, and lse, (batch, heads, rows), of the rows that pieces have; others stay as they are."""
+    for piece in pieces:
+        rows = slice(*piece.rows)
+        _write(run, (q, k, v), sink, piece, (out[:, rows], lse[:, :, rows]))
+
+
 def forward(
     run: Run, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, pieces: Sequence[Piece]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Rows of q, their out in q's dtype and their lse against the keys of each piece."""
     for piece in pieces:
-        given = _cut(q, k, v, piece)
-        key = _key("forward", run, piece, given, sink)
-        kept = run.launchers.get(key)
-        if kept is not None and dispatch.settled(key) is not None:
-            launch, behind = kept
-            out, lse = launch(*given, sink, *behind)
-        else:
-            args, backend = _call(run, given, sink, piece, key)
-            out, lse = attention_op.forward(*args)
-            _keep(run.launchers, key, args, lambda args=args, backend=backend: backend.bind(args))  # type: ignore[misc]
-        if piece.among is not None:
-            own = slice(piece.among[0], piece.among[0] + piece.rows[1] - piece.rows[0])
-            out, lse = out[:, own], lse[:, :, own]
-        yield slice(*piece.rows), out, lse
+        batch, _, heads, _ = q.shape
+        count = piece.rows[1] - piece.rows[0]
+        lse = torch.empty((batch, heads, count), dtype=wide(q), device=q.device)
+        into = q.new_empty((batch, count, heads, v.shape[-1])), lse
+        _write(run, (q, k, v), sink, piece, into)
+        yield slice(*piece.rows), *into
+
+
+def _write(
+    run: Run, tensors: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, piece: Piece, into: tuple[Tensor, Tensor]
+) -> None:
+    """Write a piece's out and lse."""
+    given = _cut(*tensors, piece)
+    key = _key("forward", run, piece, (*given, *into), sink)
+    kept = run.launchers.get(key)
+    if kept is not None and dispatch.settled(key) is not None:
+        launch, behind = kept
+        launch(*given, sink, *behind, into=into)
+        return
+    args, backend = _call(run, given, sink, piece, key)
+    first = 0 if piece.among is None else piece.among[0]
+    own = slice(first, first + into[0].shape[1])
+    _copy(attention_op.forward(*args), own, into)
+
+    def make() -> Callable[..., Any] | None:
+        launch = backend.bind(args)
+        direct = piece.among is None and backend.writes_into(args) and _direct(into[0])
+        return launch if direct or launch is None else partial(_launch_and_copy, launch, own)
+
+    _keep(run.launchers, key, args, make)
+
+
+def _launch_and_copy(launch: Callable[..., Any], own: slice, *tensors: Tensor | None, into: tuple[Tensor, Tensor]) -> None:
+    """As a launch that takes ``into``."""
+    _copy(launch(*tensors), own, into)
+
+
+def _copy(found: tuple[Tensor, ...], own: slice, into: tuple[Tensor, Tensor]) -> None:
+    into[0].copy_(found[0][:, own])
+    into[1].copy_(found[1][:, :, own])
+
+
+def _direct(into: Tensor) -> bool:
+    """Whether a kernel may write there that asks for whole 16 bytes."""
+    return stepped(into) and into.data_ptr() % 16 == 0
 
 
 def backward(
@@ -70,37 +112,53 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the pieces add to dq, dk and dv, given out and lse of all keys, a sink included.
 
-    dk and dv are sums in fp32 (fp64 for fp64), and so is dq where two pieces may share a row; else it has q's dtype.
+    dk and dv are sums in fp32 (fp64 for fp64), and so is dq where two pieces may share a row; else it has q's dtype, and with
+    one piece of all rows and keys all three have the tensors' own.
     """
+    given, upstream = (q, k, v), (dout, dlse, out, lse)
     runs = [piece.rows for piece in pieces]
+    if len(pieces) == 1 and pieces[0].among is None and (runs[0], pieces[0].keys) == ((0, q.shape[1]), (0, k.shape[1])):
+        return _gradients(run, given, upstream, pieces[0])
     apart = _apart(runs)
     dq = _blank(q, q.dtype if apart else wide(q), apart and sum(b - a for a, b in runs) == q.shape[1])
     dk, dv = (_blank(t, wide(t), len(pieces) == 1 and pieces[0].keys == (0, t.shape[1])) for t in (k, v))
     for piece in pieces:
         rows, keys = slice(*piece.rows), slice(*piece.keys)
-        upstream = dout[:, rows], None if dlse is None else dlse[:, :, rows]
-        kept_results = out[:, rows], lse[:, :, rows].contiguous()
-        given = _cut(q, k, v, piece)
-        key = _key("backward", run, piece, (*given, *upstream, *kept_results), None)
-        kept = run.launchers.get(key)
-        if kept is not None and dispatch.settled(key) is not None:
-            launch, behind = kept
-            found = launch(*upstream, *kept_results, *given, None, *behind)
-        else:
-            args, backend = _call(run, given, None, piece, key)
-            found = attention_op.backward(upstream, kept_results, args)
-            ready = (args, *upstream, *kept_results)
-            _keep(run.launchers, key, args, lambda ready=ready, backend=backend: backend.bind_backward(*ready))  # type: ignore[misc]
+        of_q, *of_keys = _gradients(run, given, upstream, piece)
         if apart:
-            dq[:, rows] = found[0]
+            dq[:, rows] = of_q
         else:
-            dq[:, rows] += found[0]
-        for total, part in zip((dk, dv), found[1:3], strict=True):
+            dq[:, rows] += of_q
+        for total, part in zip((dk, dv), of_keys, strict=True):
             if len(pieces) == 1:
                 total[:, keys] = part
             else:
                 total[:, keys] += part
     return dq, dk, dv
+
+
+def _gradients(
+    run: Run,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    upstream: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    piece: Piece,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A piece's gradients of its rows and keys, in their dtypes."""
+    rows, (dout, dlse, out, lse) = slice(*piece.rows), upstream
+    gradients = dout[:, rows], None if dlse is None else dlse[:, :, rows]
+    results = out[:, rows], lse[:, :, rows].contiguous()
+    given = _cut(*tensors, piece)
+    key = _key("backward", run, piece, (*given, *gradients, *results), None)
+    kept = run.launchers.get(key)
+    if kept is not None and dispatch.settled(key) is not None:
+        launch, behind = kept
+        found = launch(*gradients, *results, *given, None, *behind)
+    else:
+        args, backend = _call(run, given, None, piece, key)
+        found = attention_op.backward(gradients, results, args)
+        ready = (args, *gradients, *results)
+        _keep(run.launchers, key, args, lambda: backend.bind_backward(*ready))
+    return found[0], found[1], found[2]
 
 
 def _blank(t: Tensor, dtype: torch.dtype, whole: bool) -> Tensor:

@@ -79,6 +79,30 @@ def pieces(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list
     return [Piece((0, count), (0, len(columns)), ResolvedMask(None, None, *vectors))]
 
 
+def ranked_piece(whole: Whole, queries: Layout, keys: Layout, rank: int) -> Piece | None:
+    """Of a rank's queries against all keys as ranks hold them, one rank's behind the other's, padded to as many.
+
+    A column's numbers are its own wherever it lies, so keys need not be in order; columns of padding hide every row. None
+    where vectors cannot say the mask.
+    """
+    mask = whole.of_rows(queries, rank)
+    if mask is None:
+        return None
+    rows = queries.counts[rank]
+    held = torch.full((len(keys.counts) * keys.longest,), -1)
+    held[keys.places] = torch.arange(keys.seqlen)
+    absent = held < 0
+    lts, lte, uts, ute = [None if t is None else t[..., held.clamp(min=0)] for t in mask.vectors]
+    if bool(absent.any()):
+        if lts is None and ute is None:
+            lts = torch.full((1, 1, len(held)), rows, dtype=torch.int32)
+        if lts is not None:
+            lts, lte = lts.masked_fill(absent, 0), None if lte is None else lte.masked_fill(absent, rows)
+        elif ute is not None:
+            uts, ute = None if uts is None else uts.masked_fill(absent, 0), ute.masked_fill(absent, rows)
+    return Piece((0, rows), (0, len(held)), finish(ResolvedMask(None, None, lts, lte, uts, ute)))
+
+
 def offset_pieces(whole: Whole, layout: Layout, rank: int) -> list[Piece]:
     """Of a rank's queries against all keys from the first on, with what dropout's elements are counted by."""
     shift = whole.seqlen_k - whole.seqlen_q
@@ -205,6 +229,19 @@ class Sharded:
         make = offset_pieces if dropout else partial(pieces, keys=self._all)
         make = make if unit is None else partial(fixed_pieces, unit=unit, dropout=dropout)
         return self._placed(("gathered", dropout, unit), lambda: make(self.whole, self.queries, self.rank))
+
+    def ranked(self) -> tuple[Piece, ...] | None:
+        """As ``gathered``, of keys as ranks hold them; None where keys in order serve as well, or better.
+
+        That is a band in one call, whose kernels know it better than its columns and need no keys beyond it.
+        """
+        pieces = self.gathered(False)
+        if len(pieces) == 1 and all([t is None for t in pieces[0].mask.vectors]):
+            return None
+        if ("ranked",) not in self._made:
+            piece = ranked_piece(self.whole, self.queries, self.keys, self.rank) if pieces else None
+            self._made["ranked",] = () if piece is None else (piece.to(self.device),)
+        return self._made["ranked",] or None
 
     def of_all(self, dropout: bool) -> tuple[Piece, ...]:
         """All queries against all keys."""

@@ -110,10 +110,10 @@ class ShardPlan:
             raise ValueError(f"t has {t.shape[dim]} entries in dimension {dim}, and rank {self.rank} holds {held} {what}")
         if self.group is None:
             return t.clone()
-        rows = t.movedim(dim, 0)[None]
+        rows = t.movedim(dim, 0)[None, ..., None]
         found: Tensor = _Unsharded.apply(rows.view(torch.uint8) if t.dtype == torch.bool else rows, self.group, layout)
         found = found.view(torch.bool) if t.dtype == torch.bool else found
-        return found[0].movedim(0, dim).contiguous()
+        return found[0, ..., 0].movedim(0, dim).contiguous()
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Draws who holds which queries and what work that is, to an .svg or .png file; needs matplotlib."""
@@ -242,7 +242,7 @@ def _dimension(t: Any, dim: Any) -> int:
 
 
 class _Unsharded(torch.autograd.Function):
-    """Rows (1, count, …) of every rank as (1, seqlen, …)."""
+    """Rows (1, count, …, 1) of every rank as (1, seqlen, …, 1)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any, layout: Layout) -> Tensor:

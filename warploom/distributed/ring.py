@@ -43,18 +43,19 @@ def backward(
                 total.index_add_(1, rows, part)
 
     for step, pieces, keys, values in _blocks(call, k, v):
-        part = local.backward(call.run, q, keys, values, dout, dlse, out, lse, pieces)
-        dq += part[0]
+        of_q, *of_keys = local.backward(call.run, q, keys, values, dout, dlse, out, lse, pieces)
+        dq += of_q
+        of_keys = [t.to(dk.dtype) for t in of_keys]
         finish()
         if step == 0:
             rows = call.sharded.rows(call.rank)
-            for total, gradient in zip((dk, dv), part[1:], strict=True):
+            for total, gradient in zip((dk, dv), of_keys, strict=True):
                 total.index_add_(1, rows, gradient)
             continue
         source, target = (call.rank - step) % call.ranks, (call.rank + step) % call.ranks
         rows = call.sharded.rows(target)
         shapes = [(t.shape[0], len(rows), *t.shape[2:]) for t in (k, v)]
-        returning.append((rows, Passing(call.group, part[1:], source, shapes, target, dk)))
+        returning.append((rows, Passing(call.group, of_keys, source, shapes, target, dk)))
     finish()
     return dq, dk, dv
 

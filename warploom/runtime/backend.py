@@ -75,6 +75,10 @@ class Backend(Protocol):
         """What launches further calls that differ from this one, which has run, in contents alone; None: nothing quicker."""
         return None
 
+    def writes_into(self, args: Any) -> bool:
+        """Whether what ``bind`` returns of a call writes its results into the tensors that it is given as ``into``."""
+        return False
+
     def bind_backward(self, args: Any, *gradients: Any) -> Callable[..., Any] | None:
         """As ``bind``, of a backward pass that is about to run; it does not keep these tensors alive. None: nothing quicker."""
         return None

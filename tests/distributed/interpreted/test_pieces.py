@@ -21,6 +21,8 @@ SEQLEN = 48
 CALLS: dict[str, dict[str, Any]] = {
     "documents": {"mask": masks.Document([20, 17, 11])},
     "causal, two runs": {"causal": True, "chunk": 12},
+    "causal, keys by ranks": {"causal": True, "chunk": 12, "ranked": True},
+    "documents, keys by ranks": {"mask": masks.Document([20, 17, 11]), "ranked": True},
     "causal, dropout": {"causal": True, "dropout_p": 0.3},
     "causal, dropout of later heads": {"causal": True, "dropout_p": 0.3, "head": 5},
 }
@@ -33,7 +35,7 @@ def test_rows_of_a_rank(name: str) -> None:
     torch.manual_seed(seed)
     band = dict(CALLS[name])
     dropout = {"dropout_p": band.pop("dropout_p", 0.0), "dropout_seed": seed}
-    head = band.pop("head", 0)
+    head, ranked = band.pop("head", 0), band.pop("ranked", False)
     plan = planned(SEQLEN, 2, 0, **{"chunk": 6, **band})
     band.pop("chunk", None)
     q, k, v, dout = torch.randn(4, 1, SEQLEN, 2, 16).unbind()
@@ -50,8 +52,14 @@ def test_rows_of_a_rank(name: str) -> None:
     rows = plan.shard(q, 1)
     run = local.Run(dense_args(rows, rows, rows, **dropout), "triton", True, {})
     whole = _whole(plan, band.get("mask"), band.get("causal", False), None)
-    pieces = _sharded(plan, whole, torch.device("cpu")).gathered(dropout["dropout_p"] > 0.0)
+    sharded = _sharded(plan, whole, torch.device("cpu"))
+    pieces = sharded.gathered(dropout["dropout_p"] > 0.0)
     pieces = tuple(replace(piece, head=head) for piece in pieces)
+    order = torch.arange(SEQLEN)
+    if ranked:
+        pieces, order = sharded.ranked(), torch.cat([plan.positions(rank) for rank in range(2)])
+        assert pieces
+        k, v = k[:, order], v[:, order]
     out, lse = torch.zeros_like(rows), torch.full((1, 2, rows.shape[1]), float("-inf"))
     for some, part, part_lse in local.forward(run, rows, k, v, None, pieces):
         out[:, some], lse[:, :, some] = part, part_lse
@@ -60,5 +68,7 @@ def test_rows_of_a_rank(name: str) -> None:
         exact, lowp = (getattr(model, what) for model in models)
         if what in ("out", "dq"):
             exact, lowp = plan.shard(exact, 1), plan.shard(lowp, 1)
+        else:
+            exact, lowp = exact[:, order], lowp[:, order]
         verdict = judge(what, found, exact, lowp, torch.float32)
         assert verdict.passed, verdict

@@ -45,7 +45,7 @@ def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tu
 
     Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k, over pages their table; under a column mask its vectors and
     their bounds behind those, and of documents where they start; with dropout the seed, last. ``largest`` is raised to the
-    largest logits.
+    largest logits. Dense calls without dropout write to ``into``, an out and an lse, where they are given it.
     """
     if args.cu_seqlens_q is not None:
         return _bind_packed(args, largest)
@@ -88,9 +88,10 @@ def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tu
     dropout, bias = dropped(args, first), added(args, seqlen_k - end)
 
     def launch(
-        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None = None,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = into or (torch.empty_like(like_out), torch.empty_like(like_lse))
         if cut:
             k, v = k[:, first:end], v[:, first:end]
         q, k, v = _read_by_tma(readable, q, k, v)
@@ -127,9 +128,10 @@ def _bind_columns(
     dropout = dropped(args)
 
     def launch(
-        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *mask: Tensor | None, seed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *mask: Tensor | None, seed: Tensor | None = None,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = into or (torch.empty_like(like_out), torch.empty_like(like_lse))
         q, k, v = _read_by_tma(readable, q, k, v)
         if sink is not None:
             sink = sink.float().contiguous()
@@ -222,9 +224,10 @@ def _read_by_tma(readable: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def _nothing_seen(
-    lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    out, lse = _outputs(q, v, lse_shape)
+    lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *_: Tensor | None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, lse = into or _outputs(q, v, lse_shape)
     out.zero_()
     return out, lse.fill_(float("-inf")) if sink is None else lse.copy_(sink[:, None].expand(lse_shape))
 
