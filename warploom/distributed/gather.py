@@ -7,7 +7,7 @@ sequence, of all heads where they are few bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from warploom.distributed.pieces import Piece, Sharded
 
 MOST_GROUPS = 4  # of heads: more would give kernels too little to do at a time
 MANY = 2**30  # bytes of all keys and values from which memory, not the kernels' ends, decides on the number of groups
-FIRST = 8  # the share of a forward pass's first group: of what is waited for, and of what hides the other one
+FIRST = 4  # of so many heads one is in a forward pass's first group, which is waited for, and hides the other one's way
 
 
 def head_groups(heads_kv: int, nbytes: int, backward: bool = False) -> tuple[Run, ...]:
@@ -45,11 +45,14 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
     """Out in q's dtype and lse, fp32 or wider, of this rank's queries."""
     found, _ = pieces_of(call.sharded, call.run.args, call.unit)
     out, lse = call.blank(q, v.shape[-1], sink, found)
-    for group in _groups(call, q, k, v, call.unit):
+
+    def compute(group: Group) -> None:
         heads = group.heads
         some = None if sink is None else sink[heads]
         given = (q[:, :, heads], group.keys, group.values, some, group.pieces)
         local.write(call.run, *given, out[:, :, heads], lse[:, heads])
+
+    _by_groups(call, q, k, v, compute, call.unit)
     return out, lse
 
 
@@ -60,12 +63,12 @@ def backward(
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     pending: list[tuple[slice, Scattering]] = []
 
-    def finish(most: int) -> None:
-        while len(pending) > most:
-            heads_kv, scattering = pending.pop(0)
+    def finish() -> None:
+        while pending:
+            heads_kv, scattering = pending.pop()
             dk[:, :, heads_kv], dv[:, :, heads_kv] = scattering.result(k.shape[1])
 
-    for group in _groups(call, q, k, v, backward=True):
+    def compute(group: Group) -> None:
         heads = group.heads
         row_dlse = None if dlse is None else dlse[:, heads]
         given = (dout[:, :, heads], row_dlse, out[:, :, heads], lse[:, heads])
@@ -73,11 +76,13 @@ def backward(
         dq[:, :, heads] = of_q
         if call.group is None:
             dk[:, :, group.heads_kv], dv[:, :, group.heads_kv] = of_keys
-            continue
-        finish(0)
+            return
+        finish()
         scattering = Scattering(call.group, call.keys, call.key_places, *of_keys, by_ranks=group.by_ranks)
         pending.append((group.heads_kv, scattering))
-    finish(0)
+
+    _by_groups(call, q, k, v, compute, backward=True)
+    finish()
     return dq, dk, dv
 
 
@@ -117,8 +122,16 @@ def pieces_of(sharded: Sharded, args: AttentionArgs, unit: int | None) -> tuple[
     return sharded.gathered(dropout, unit), False
 
 
-def _groups(call: Call, q: Tensor, k: Tensor, v: Tensor, unit: int | None = None, backward: bool = False) -> Iterator[Group]:
-    """One group after the other; the next one's keys are on their way by then."""
+def _by_groups(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    compute: Callable[[Group], None],
+    unit: int | None = None,
+    backward: bool = False,
+) -> None:
+    """One group after the other; the next one's keys are on their way by then, behind this one's."""
     heads_kv, members = k.shape[2], q.shape[2] // max(k.shape[2], 1)
     runs: tuple[Run, ...] = ((0, heads_kv),)
     if call.group is not None or unit is not None:  # bits may depend on how many heads are computed together
@@ -129,13 +142,16 @@ def _groups(call: Call, q: Tensor, k: Tensor, v: Tensor, unit: int | None = None
         heads = slice(*runs[n])
         return None if call.group is None else Gathering(call.group, call.keys, call.key_places, k[:, :, heads], v[:, :, heads])
 
-    coming = begin(0)
+    coming = [begin(n) for n in range(min(len(runs), 2))]
     for n, kv in enumerate(runs):
         of_q: Run = (kv[0] * members, kv[1] * members)
-        if coming is None:
+        gathering = coming.pop(0)
+        if gathering is None:
             keys, values = k[:, :, slice(*kv)], v[:, :, slice(*kv)]
         else:
-            keys, values = coming.by_ranks() if by_ranks else coming.result()
-        coming = begin(n + 1) if n + 1 < len(runs) else None
+            keys, values = gathering.by_ranks() if by_ranks else gathering.result()
         some = found if len(runs) == 1 else call.sharded.heads(found, kv, of_q, heads_kv)
-        yield Group(slice(*of_q), slice(*kv), some, keys, values, by_ranks)
+        compute(Group(slice(*of_q), slice(*kv), some, keys, values, by_ranks))
+        del gathering, keys, values  # before there is room for others
+        if n + 2 < len(runs):
+            coming.append(begin(n + 2))

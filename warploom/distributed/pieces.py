@@ -231,15 +231,9 @@ class Sharded:
         return self._placed(("gathered", dropout, unit), lambda: make(self.whole, self.queries, self.rank))
 
     def ranked(self) -> tuple[Piece, ...] | None:
-        """As ``gathered``, of keys as ranks hold them; None where keys in order serve as well, or better.
-
-        That is a band in one call, whose kernels know it better than its columns and need no keys beyond it.
-        """
-        pieces = self.gathered(False)
-        if len(pieces) == 1 and all([t is None for t in pieces[0].mask.vectors]):
-            return None
+        """As ``gathered``, of keys as ranks hold them; None where vectors cannot say the mask."""
         if ("ranked",) not in self._made:
-            piece = ranked_piece(self.whole, self.queries, self.keys, self.rank) if pieces else None
+            piece = ranked_piece(self.whole, self.queries, self.keys, self.rank)
             self._made["ranked",] = () if piece is None else (piece.to(self.device),)
         return self._made["ranked",] or None
 
