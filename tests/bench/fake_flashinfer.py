@@ -1,4 +1,4 @@
-"""A stand-in for flashinfer (0.7.2) on a CPU: the signatures that the bench calls, what they refuse, their results."""
+"""A stand-in for flashinfer (0.7.4) on a CPU: the signatures that the bench calls, what they refuse, their results."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 Pages = tuple[Tensor, Tensor]
+GROUPS = 1, 2, 3, 4, 6, 8, 16  # heads to a key head that its decode without tensor cores takes
 
 
 def gathered(pages: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, batch: int) -> Tensor:
@@ -53,6 +54,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ) -> None:
         assert kv_layout == "NHD" and use_cuda_graph and float_workspace_buffer.dtype == torch.uint8
         buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
+        self.tensor_cores = use_tensor_cores
         self.buffers = [t for t in buffers if t is not None]
         if len(self.buffers) < 3:
             raise ValueError("paged_kv_indptr_buffer should be a torch.Tensor in cudagraph mode")
@@ -71,6 +73,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
         kv_data_type: torch.dtype | str | None = None,
     ) -> None:
         host(indptr, last_page_len)
+        group = num_qo_heads // num_kv_heads
+        if not self.tensor_cores and group not in GROUPS:
+            raise RuntimeError(f"Unsupported group_size: {group}")
         type(self).plans += 1
         if len(indices) > len(self.buffers[1]) or len(indices) != indptr[-1]:
             raise ValueError("The size of indices should be less than or equal to the allocated buffer")

@@ -92,6 +92,12 @@ def test_a_wrong_peer_is_seen_and_an_absent_one_says_so(gpu: Any, monkeypatch: p
     assert "ms" in rows(decode._build_ragged, SHAPE)["graph"]["contenders"]["warploom"]
 
 
+def test_heads_that_flashinfer_refuses_without_tensor_cores(gpu: Any) -> None:
+    found = rows(decode._build, Shape(2, 64, 10, 2, 16), (16,))["graph"]["contenders"]
+    assert found["FlashInfer"] == {"refused": "RuntimeError: Unsupported group_size: 5"}
+    assert found["FlashInfer, tensor cores"]["ms"] > 0
+
+
 def test_a_result_of_other_keys_is_wrong() -> None:
     q, cache = Shape(3, 40, 4, 2, 16, queries=3).draw(CPU)
     cache.lengths.copy_(torch.tensor([40, 30, 7]))
