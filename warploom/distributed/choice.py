@@ -87,7 +87,7 @@ def choose(
     merges = blocks * queries.longest * batch * heads_q * head_dim_v * 4 * 3
     _, first = head_groups(heads_kv, keys.seqlen * token_kv)[0]
     model = {
-        "gather": others * keys.longest * token_kv * first // max(heads_kv, 1),
+        "gather": sharded.most_taken * token_kv * first // max(heads_kv, 1),
         "heads": (queries.longest * token_q + keys.longest * token_kv) * others // ranks,
         "ring": int(merges * _MERGE),
     }

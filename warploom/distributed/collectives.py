@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warploom.distributed.layout import Layout
+from warploom.distributed.layout import Layout, Run
 
 # torch 2.13 gave them new names, and warns of the old.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -38,8 +38,8 @@ class Pending:
 class Gathering(Pending):
     """Keys and values of some heads on their way from every rank to every rank.
 
-    Tensors differ in their last dimension alone. They are sent side by side, rows first, so that what comes from all ranks is
-    one tensor of rows, of which results may be views.
+    Tensors differ in their last dimension alone. They are sent side by side, rows first, so that results of ranks that hold
+    neighbours are views of what comes.
     """
 
     def __init__(self, group: Any, layout: Layout, places: Tensor, *tensors: Tensor) -> None:
@@ -49,14 +49,10 @@ class Gathering(Pending):
         self._found = sent.new_empty((len(layout.counts) * layout.longest, *sent.shape[1:]))
         super().__init__([all_gather(self._found, sent, group=group, async_op=True)], sent)
 
-    def by_ranks(self) -> list[Tensor]:
-        """Each tensor as ranks hold it, one behind the other and padded to as many rows: views, (batch, rows, heads, ·)."""
-        self.wait()
-        return [t.transpose(0, 1) for t in self._found.split(self._sizes, -1)]
-
     def result(self) -> list[Tensor]:
         """Each tensor over the whole sequence, in order: (batch, seqlen, heads, ·)."""
-        found, segments = self.by_ranks(), self._layout.segments
+        self.wait()
+        found, segments = _beside(self._found, self._sizes), self._layout.segments
         if self._layout.in_order:
             return [t[:, : self._layout.seqlen] for t in found]
         if len(segments) <= MOST_SEGMENTS:
@@ -66,24 +62,20 @@ class Gathering(Pending):
 
 
 class Scattering(Pending):
-    """Gradients of keys and values of some heads, summed over ranks on their way to who holds the keys.
+    """Gradients of keys and values of some heads, in order, summed over ranks on their way to who holds the keys.
 
     They are sent in fp32 (fp64 for fp64), as ``Gathering`` sends what they are of.
-
-    Args:
-        by_ranks: keys lie as `Gathering.by_ranks` has them, not in order.
     """
 
-    def __init__(self, group: Any, layout: Layout, places: Tensor, *tensors: Tensor, by_ranks: bool = False) -> None:
+    def __init__(self, group: Any, layout: Layout, places: Tensor, *tensors: Tensor) -> None:
         ranks, longest, first = len(layout.counts), layout.longest, tensors[0]
         self._sizes = [t.shape[-1] for t in tensors]
         shape = (ranks * longest, first.shape[0], *first.shape[2:-1], sum(self._sizes))
-        whole = by_ranks or min(layout.counts) == longest
-        make = torch.empty if whole else torch.zeros
+        make = torch.empty if min(layout.counts) == longest else torch.zeros
         sent = make(shape, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
         for t, room in zip(tensors, sent.split(self._sizes, -1), strict=True):
             rows = t.transpose(0, 1)
-            if by_ranks or layout.in_order:
+            if layout.in_order:
                 room[: len(rows)] = rows
             elif len(layout.segments) <= MOST_SEGMENTS:
                 for rank, at, a, b in layout.segments:
@@ -96,7 +88,82 @@ class Scattering(Pending):
     def result(self, count: int) -> list[Tensor]:
         """Of this rank's ``count`` keys, (batch, count, heads, ·) views."""
         self.wait()
-        return [t[:count].transpose(0, 1) for t in self._found.split(self._sizes, -1)]
+        return _beside(self._found[:count], self._sizes)
+
+
+class Exchange(NamedTuple):
+    """Which rows of keys go where.
+
+    Attributes:
+        given: of each rank the runs of this one's rows that it sees.
+        rows: all of these as numbers, int64 on the keys' device.
+        taken: how many rows come from each rank.
+    """
+
+    given: tuple[tuple[Run, ...], ...]
+    rows: Tensor
+    taken: tuple[int, ...]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for some in self.given for run in some]
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows that each rank is given."""
+        return [sum([b - a for a, b in some]) for some in self.given]
+
+
+class Exchanging(Pending):
+    """Keys and values of some heads on their way from who holds them to every rank that sees them."""
+
+    def __init__(self, group: Any, plan: Exchange, *tensors: Tensor) -> None:
+        self._sizes, first, runs = [t.shape[-1] for t in tensors], tensors[0], plan.runs
+        sent = first.new_empty((len(plan.rows), first.shape[0], *first.shape[2:-1], sum(self._sizes)))
+        for t, room in zip(tensors, sent.split(self._sizes, -1), strict=True):
+            if len(runs) <= MOST_SEGMENTS:
+                for (a, b), some in zip(runs, room.split([b - a for a, b in runs]), strict=True):
+                    some.copy_(t[:, a:b].transpose(0, 1))
+            else:
+                room.copy_(t.index_select(1, plan.rows).transpose(0, 1))
+        self._found = sent.new_empty((sum(plan.taken), *sent.shape[1:]))
+        work = dist.all_to_all_single(self._found, sent, list(plan.taken), plan.counts, group=group, async_op=True)
+        super().__init__([work], sent)
+
+    def result(self) -> list[Tensor]:
+        """Each tensor's rows of one rank behind the other's: (batch, rows, heads, ·) views."""
+        self.wait()
+        return _beside(self._found, self._sizes)
+
+
+class Returning(Pending):
+    """Gradients of what ``Exchanging`` brought, on their way back, as ``dtype``."""
+
+    def __init__(self, group: Any, plan: Exchange, dtype: torch.dtype, *tensors: Tensor) -> None:
+        self._sizes, self._plan = [t.shape[-1] for t in tensors], plan
+        sent = torch.cat([t.transpose(0, 1).to(dtype) for t in tensors], -1)
+        self._found = sent.new_empty((len(plan.rows), *sent.shape[1:]))
+        work = dist.all_to_all_single(self._found, sent, plan.counts, list(plan.taken), group=group, async_op=True)
+        super().__init__([work], sent)
+
+    def result(self, count: int) -> list[Tensor]:
+        """Of this rank's ``count`` keys their sums over ranks, in fp32 (fp64 for fp64): (batch, count, heads, ·) views."""
+        self.wait()
+        found, plan = self._found, self._plan
+        wide = torch.promote_types(found.dtype, torch.float32)
+        total = torch.zeros((count, *found.shape[1:]), dtype=wide, device=found.device)
+        if len(plan.runs) <= MOST_SEGMENTS:
+            for (a, b), part in zip(plan.runs, found.split([b - a for a, b in plan.runs]), strict=True):
+                total[a:b] += part
+        else:  # rank by rank, of which each has a row once, so that sums have an order
+            for rows, part in zip(plan.rows.split(plan.counts), found.split(plan.counts), strict=True):
+                total.index_add_(0, rows, part.to(wide))
+        return _beside(total, self._sizes)
+
+
+def _beside(t: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Tensors that lie side by side, rows first, as (batch, rows, heads, ·) views."""
+    return [part.transpose(0, 1) for part in t.split(list(sizes), -1)]
 
 
 def exchange(group: Any, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:

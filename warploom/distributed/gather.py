@@ -1,8 +1,8 @@
-"""Method gather: every rank gets all keys and values, some heads at a time, and computes its own queries.
+"""Method gather: every rank gets the keys and values that its queries see, some heads at a time, and computes these.
 
 The next heads are on their way while these are computed, on the stream that the backend keeps for its collectives; gradients
-of keys and values go back by reduce-scatter in fp32 the same way. Memory is that of two groups of heads over the whole
-sequence, of all heads where they are few bytes.
+of keys and values go back the same way, and are summed in fp32. Where keys have to be in order all ranks get all of them.
+Memory is that of two groups of heads over the whole sequence, of all heads where they are few bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from warploom.attention.problem import AttentionArgs
 from warploom.distributed import local
 from warploom.distributed.call import Call
-from warploom.distributed.collectives import Gathering, Scattering
+from warploom.distributed.collectives import Exchanging, Gathering, Returning, Scattering
 from warploom.distributed.layout import Layout, Run
 from warploom.distributed.pieces import Piece, Sharded
 
@@ -61,12 +61,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this rank's q, k and v, in their dtypes; those of k and v are summed in fp32 or wider before."""
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    pending: list[tuple[slice, Scattering]] = []
+    pending: list[tuple[slice, Scattering | Returning]] = []
 
     def finish() -> None:
         while pending:
-            heads_kv, scattering = pending.pop()
-            dk[:, :, heads_kv], dv[:, :, heads_kv] = scattering.result(k.shape[1])
+            heads_kv, coming = pending.pop()
+            dk[:, :, heads_kv], dv[:, :, heads_kv] = coming.result(k.shape[1])
 
     def compute(group: Group) -> None:
         heads = group.heads
@@ -78,8 +78,12 @@ def backward(
             dk[:, :, group.heads_kv], dv[:, :, group.heads_kv] = of_keys
             return
         finish()
-        scattering = Scattering(call.group, call.keys, call.key_places, *of_keys, by_ranks=group.by_ranks)
-        pending.append((group.heads_kv, scattering))
+        back: Scattering | Returning
+        if group.in_order:
+            back = Scattering(call.group, call.keys, call.key_places, *of_keys)
+        else:
+            back = Returning(call.group, call.sharded.exchange, k.dtype, *of_keys)
+        pending.append((group.heads_kv, back))
 
     _by_groups(call, q, k, v, compute, backward=True)
     finish()
@@ -96,8 +100,8 @@ class Group(NamedTuple):
 
     Attributes:
         heads, heads_kv: of q and of k.
-        pieces: this rank's queries against all keys.
-        keys, values: all of these heads; in order, or with ``by_ranks`` as ranks hold them.
+        pieces: this rank's queries against keys.
+        keys, values: of these heads; all ``in_order``, or what this rank sees of each rank's.
     """
 
     heads: slice
@@ -105,21 +109,22 @@ class Group(NamedTuple):
     pieces: tuple[Piece, ...]
     keys: Tensor
     values: Tensor
-    by_ranks: bool
+    in_order: bool
 
 
 def pieces_of(sharded: Sharded, args: AttentionArgs, unit: int | None) -> tuple[tuple[Piece, ...], bool]:
-    """A rank's queries against all keys, and whether these lie as ranks hold them.
+    """A rank's queries against keys, and whether these are all, in order; the latter is the same on every rank.
 
-    Keys need no order where a mask is columns: one call for all queries, and no copies of keys. Under dropout and in a
-    batch-invariant call they are counted from the first, and in a deterministic order columns cost more than bands do.
+    Keys need no order where a mask is columns, and a rank only those that it sees, for one call of all its queries. Under
+    dropout and in a batch-invariant call they are counted from the first, and in a deterministic order columns cost more than
+    bands do.
     """
     dropout = args.dropout_p > 0.0
     if len(sharded.queries.counts) > 1 and not (dropout or args.deterministic or unit is not None):
-        ranked = sharded.ranked()
-        if ranked is not None:
-            return ranked, True
-    return sharded.gathered(dropout, unit), False
+        exchanged = sharded.exchanged()
+        if exchanged is not None:
+            return exchanged, False
+    return sharded.gathered(dropout, unit), True
 
 
 def _by_groups(
@@ -136,22 +141,23 @@ def _by_groups(
     runs: tuple[Run, ...] = ((0, heads_kv),)
     if call.group is not None or unit is not None:  # bits may depend on how many heads are computed together
         runs = head_groups(heads_kv, whole_bytes(call.keys, k, v), backward)
-    found, by_ranks = pieces_of(call.sharded, call.run.args, unit)
+    found, in_order = pieces_of(call.sharded, call.run.args, unit)
 
-    def begin(n: int) -> Gathering | None:
-        heads = slice(*runs[n])
-        return None if call.group is None else Gathering(call.group, call.keys, call.key_places, k[:, :, heads], v[:, :, heads])
+    def begin(n: int) -> Gathering | Exchanging | None:
+        some = [t[:, :, slice(*runs[n])] for t in (k, v)]
+        if call.group is None:
+            return None
+        if in_order:
+            return Gathering(call.group, call.keys, call.key_places, *some)
+        return Exchanging(call.group, call.sharded.exchange, *some)
 
     coming = [begin(n) for n in range(min(len(runs), 2))]
     for n, kv in enumerate(runs):
         of_q: Run = (kv[0] * members, kv[1] * members)
-        gathering = coming.pop(0)
-        if gathering is None:
-            keys, values = k[:, :, slice(*kv)], v[:, :, slice(*kv)]
-        else:
-            keys, values = gathering.by_ranks() if by_ranks else gathering.result()
+        of_kv = coming.pop(0)
+        keys, values = (k[:, :, slice(*kv)], v[:, :, slice(*kv)]) if of_kv is None else of_kv.result()
         some = found if len(runs) == 1 else call.sharded.heads(found, kv, of_q, heads_kv)
-        compute(Group(slice(*of_q), slice(*kv), some, keys, values, by_ranks))
-        del gathering, keys, values  # before there is room for others
+        compute(Group(slice(*of_q), slice(*kv), some, keys, values, in_order))
+        del of_kv, keys, values  # before there is room for others
         if n + 2 < len(runs):
             coming.append(begin(n + 2))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from warploom.distributed.collectives import Exchange
 from warploom.distributed.layout import Layout, Run, joined
 from warploom.distributed.layout import whole as whole_layout
 from warploom.distributed.whole import Whole
@@ -70,37 +71,18 @@ def pieces(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list
         runs = list(islice(_by_runs(whole, layout, rank, keys), MOST_RUNS + 1))
         if len(runs) <= MOST_RUNS:
             return runs
+    piece = column_piece(whole, layout, rank, keys)
+    return list(_by_runs(whole, layout, rank, keys)) if piece is None else [piece]
+
+
+def column_piece(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> Piece | None:
+    """One call of all of a rank's queries against runs of keys in any order; None where vectors cannot say the mask."""
     mask = whole.of_rows(layout, rank)
     if mask is None:
-        return list(_by_runs(whole, layout, rank, keys))
-    count = layout.counts[rank]
+        return None
     columns = torch.cat([torch.arange(a, b) for a, b in keys])
     vectors = [None if t is None else t[..., columns].contiguous() for t in mask.vectors]
-    return [Piece((0, count), (0, len(columns)), ResolvedMask(None, None, *vectors))]
-
-
-def ranked_piece(whole: Whole, queries: Layout, keys: Layout, rank: int) -> Piece | None:
-    """Of a rank's queries against all keys as ranks hold them, one rank's behind the other's, padded to as many.
-
-    A column's numbers are its own wherever it lies, so keys need not be in order; columns of padding hide every row. None
-    where vectors cannot say the mask.
-    """
-    mask = whole.of_rows(queries, rank)
-    if mask is None:
-        return None
-    rows = queries.counts[rank]
-    held = torch.full((len(keys.counts) * keys.longest,), -1)
-    held[keys.places] = torch.arange(keys.seqlen)
-    absent = held < 0
-    lts, lte, uts, ute = [None if t is None else t[..., held.clamp(min=0)] for t in mask.vectors]
-    if bool(absent.any()):
-        if lts is None and ute is None:
-            lts = torch.full((1, 1, len(held)), rows, dtype=torch.int32)
-        if lts is not None:
-            lts, lte = lts.masked_fill(absent, 0), None if lte is None else lte.masked_fill(absent, rows)
-        elif ute is not None:
-            uts, ute = None if uts is None else uts.masked_fill(absent, 0), ute.masked_fill(absent, rows)
-    return Piece((0, rows), (0, len(held)), finish(ResolvedMask(None, None, lts, lte, uts, ute)))
+    return Piece((0, layout.counts[rank]), (0, len(columns)), ResolvedMask(None, None, *vectors))
 
 
 def offset_pieces(whole: Whole, layout: Layout, rank: int) -> list[Piece]:
@@ -230,12 +212,34 @@ class Sharded:
         make = make if unit is None else partial(fixed_pieces, unit=unit, dropout=dropout)
         return self._placed(("gathered", dropout, unit), lambda: make(self.whole, self.queries, self.rank))
 
-    def ranked(self) -> tuple[Piece, ...] | None:
-        """As ``gathered``, of keys as ranks hold them; None where vectors cannot say the mask."""
-        if ("ranked",) not in self._made:
-            piece = ranked_piece(self.whole, self.queries, self.keys, self.rank)
-            self._made["ranked",] = () if piece is None else (piece.to(self.device),)
-        return self._made["ranked",] or None
+    def exchanged(self) -> tuple[Piece, ...] | None:
+        """This rank's queries against the keys that it sees, one rank's behind the other's; None: vectors cannot say it."""
+        if self.whole.as_columns is None:
+            return None
+        runs = [run for source in range(len(self.keys.counts)) for run in self.needed(self.rank, source)]
+
+        def make() -> list[Piece]:
+            piece = column_piece(self.whole, self.queries, self.rank, runs) if runs else None
+            return [] if piece is None else [piece]
+
+        return self._placed(("exchanged",), make)
+
+    @cached_property
+    def exchange(self) -> Exchange:
+        """Which keys go where for ``exchanged``."""
+        before, ranks = self.keys.before(self.rank), range(len(self.keys.counts))
+        given = [tuple([(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)]) for reader in ranks]
+        taken = [sum([b - a for a, b in self.needed(self.rank, source)]) for source in ranks]
+        return Exchange(tuple(given), torch.cat([self.rows(reader) for reader in ranks]), tuple(taken))
+
+    @cached_property
+    def most_taken(self) -> int:
+        """Keys that the rank gets from others that gets most, in a call that need not have them in order."""
+        ranks = range(len(self.keys.counts))
+        if self.whole.as_columns is None:
+            return (len(ranks) - 1) * self.keys.longest
+        others = [[self.needed(reader, source) for source in ranks if source != reader] for reader in ranks]
+        return max([sum([b - a for runs in each for a, b in runs]) for each in others])
 
     def of_all(self, dropout: bool) -> tuple[Piece, ...]:
         """All queries against all keys."""

@@ -57,8 +57,9 @@ def test_rows_of_a_rank(name: str) -> None:
     pieces = tuple(replace(piece, head=head) for piece in pieces)
     order = torch.arange(SEQLEN)
     if ranked:
-        pieces, order = sharded.ranked(), torch.cat([plan.positions(rank) for rank in range(2)])
-        assert pieces
+        pieces = sharded.exchanged()
+        assert pieces is not None and len(pieces) == 1
+        order = torch.cat([torch.arange(a, b) for source in range(2) for a, b in sharded.needed(0, source)])
         k, v = k[:, order], v[:, order]
     out, lse = torch.zeros_like(rows), torch.full((1, 2, rows.shape[1]), float("-inf"))
     for some, part, part_lse in local.forward(run, rows, k, v, None, pieces):
