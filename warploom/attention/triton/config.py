@@ -149,9 +149,8 @@ _FP8_PAGES = {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 2), 256: Tiling
 _STATS = {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 128, 8, 3), 256: Tiling(64, 64, 8, 2)}
 _STATS_AMPERE = {64: Tiling(32, 128, 8, 3), 128: Tiling(32, 128, 8, 3), 256: Tiling(16, 64, 4, 2)}
 _STATS_FLOAT32 = {64: Tiling(32, 32, 4, 1), 128: Tiling(16, 32, 4, 1), 256: Tiling(16, 32, 8, 1)}
-# Under no more than a band, on Hopper: three programs a multiprocessor, whose products and exponentials take turns; two at 128,
-# as of two stages a tile is asked for only when the one before it is done.
-_SUMS = {64: Tiling(64, 128, 4, 3, 168), 128: Tiling(64, 128, 4, 3), 256: Tiling(64, 64, 4, 2)}
+# Under no more than a band, on Hopper: three programs a multiprocessor, whose products and exponentials take turns.
+_SUMS = {64: Tiling(64, 128, 4, 2, 168), 128: Tiling(64, 128, 4, 2, 168), 256: Tiling(64, 64, 4, 2)}
 
 
 @dataclass(frozen=True)
