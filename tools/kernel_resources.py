@@ -194,6 +194,8 @@ STATS: dict[str, tuple[Callable[..., AttentionArgs], dict[str, Any]]] = {
     "stats": (_dense, {"causal": True}),
     "stats, columns": (_dense, {"mask": masks.Document([100, 156]), "softcap": 5.0}),
     "stats, packed": (_packed, {"mask": _vectors(), "window": (64, 32)}),
+    "sums": (_dense, {"causal": True}),
+    "sums, packed": (_packed, {"causal": True, "softcap": 5.0}),
     "stats, bias matrix": (_biased, {"kind": "matrix", "dtype": torch.float32, "causal": True}),
 }
 
@@ -271,7 +273,7 @@ def recorded(case: Case) -> dict[str, Recorded]:
             args = build(q, k, v, **options)
             if case.feature in STATS:
                 lse = torch.zeros((2, _SEQLEN) if args.cu_seqlens_q is not None else (1, 2, _SEQLEN))
-                stats.stats(stats_args(args)._replace(bounds=args.bounds), lse, True)
+                stats.stats(stats_args(args)._replace(bounds=args.bounds), lse, "sums" not in case.feature)
             else:
                 out, lse = run.forward(args)
                 # Gradients of a batch-invariant call are those of other calls.
@@ -348,6 +350,7 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
             patch.object(decode_tree, "Launch", Recorder),
             patch.object(decode_launch, "plan", planned),
             patch.object(call, "capability", lambda device: architecture),
+            patch.object(stats, "capability", lambda device: architecture),
             patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(architecture, 10)),
         ):
             yield launches

@@ -39,7 +39,7 @@ def seed() -> int:
 @pytest.fixture(params=[(32, 16), (16, 64)], ids=str)
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     m, n = request.param
-    monkeypatch.setattr(stats, "stats_tiling", lambda features: Tiling(m, n, 4, 1))
+    monkeypatch.setattr(stats, "stats_tiling", lambda *found: Tiling(m, n, 4, 1))
 
 
 def of(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -100,7 +100,7 @@ STARTS_Q, STARTS_K = [0, 5, 5, 44, 60], [0, 9, 13, 63, 93]  # a sequence without
 
 @pytest.mark.parametrize("used,tile", [(None, (32, 16)), ([7, 0, 45, 0], (16, 64))])
 def test_packed(used: list[int] | None, tile: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "stats_tiling", lambda features: Tiling(*tile, 4, 1))
+    monkeypatch.setattr(stats, "stats_tiling", lambda *found: Tiling(*tile, 4, 1))
     call = Call(seed, 1, 63, 95, 2, 1, 16, keywords={"window": (30, 2), "softcap": 3.0})
     check_packed(call, STARTS_Q, STARTS_K, "triton", "alibi of batches", used)
     vectors = [torch.randint(0, 45, (1, 2, 95), generator=torch.Generator().manual_seed(seed), dtype=torch.int32) for _ in "ab"]

@@ -144,9 +144,13 @@ _BIASED_BOXES = {
 _FP8_PAGES = {64: Tiling(128, 64, 8, 3), 128: Tiling(128, 64, 8, 2), 256: Tiling(64, 32, 8, 1)}
 
 
-# The kernel of stats: a tile of scores, and as much again for their sums and for the largest. Compiled, not timed.
-_STATS = {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 128, 8, 3), 256: Tiling(64, 64, 4, 2)}
-_STATS_FLOAT32 = {64: Tiling(32, 32, 4, 1), 128: Tiling(32, 16, 4, 1), 256: Tiling(32, 16, 8, 1)}
+# The kernel of stats: a tile of scores, and as much again for their sums. Compiled, not timed: of the tiles tried, those that
+# leave the least on the stack. Before Hopper keys stay in registers, of each warp those that it multiplies.
+_STATS = {64: Tiling(64, 128, 8, 3), 128: Tiling(64, 128, 8, 3), 256: Tiling(64, 64, 8, 2)}
+_STATS_AMPERE = {64: Tiling(32, 128, 8, 3), 128: Tiling(32, 128, 8, 3), 256: Tiling(16, 64, 4, 2)}
+_STATS_FLOAT32 = {64: Tiling(32, 32, 4, 1), 128: Tiling(16, 32, 4, 1), 256: Tiling(16, 32, 8, 1)}
+# Under no more than a band, on Hopper: three programs a multiprocessor, whose products and exponentials take turns.
+_SUMS = {64: Tiling(64, 128, 4, 2, 168), 128: Tiling(64, 128, 4, 2, 168), 256: Tiling(64, 64, 4, 2)}
 
 
 @dataclass(frozen=True)
@@ -183,12 +187,22 @@ def shared_tiling(features: Features, capability: int) -> Shared | None:
 
 
 @cache
-def stats_tiling(features: Features) -> Tiling:
-    """The tiles of the kernel of stats, of any device."""
+def stats_tiling(features: Features, capability: int, boxes: bool, largest: bool) -> Tiling:
+    """The tiles of the kernel of stats; `boxes`: a descriptor can say what it reads of queries; `largest`: scores too."""
     width = next(w for w in (64, 128, 256) if features.head_dim <= w)
     if features.dtype == torch.float32:
         return _STATS_FLOAT32[width]
-    return replace(_STATS[width], n=64, warps=8, stages=2) if features.bias in ("tensor", "distance") else _STATS[width]
+    if capability < 90:
+        found = _STATS_AMPERE[width]
+    elif features.columns or capability // 10 != 9:
+        found = _STATS[width]
+    else:
+        found = _SUMS[width]
+    if features.bias in ("tensor", "distance"):
+        found = replace(found, n=64, warps=8, stages=2, registers=None)
+    # Sums of a key have one order, whatever else is asked for.
+    boxes = boxes and 90 <= capability < 120
+    return replace(found, boxes=boxes, registers=found.registers if boxes and not largest else None)
 
 
 @cache

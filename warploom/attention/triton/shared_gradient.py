@@ -30,7 +30,7 @@ from warploom.attention.triton.device import (
 )
 from warploom.attention.triton.walk import walk
 from warploom.kernels.triton.columns import Band, Columns
-from warploom.kernels.triton.numerics import dot, narrowed
+from warploom.kernels.triton.numerics import INTERPRETED, dot, narrowed
 
 
 class SharedBias(NamedTuple):
@@ -43,6 +43,15 @@ class SharedBias(NamedTuple):
 
 
 @triton.jit
+def _beside(a, b):
+    """`a` in fp32, as if made from `b` too: Triton loads ahead no more than what products need."""
+    if INTERPRETED:
+        return a
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f,f", [a, b], tl.float32, True, 1)
+
+
+@triton.jit
 def _step(state, tile, n0, test, KIND: tl.constexpr):
     """One tile of keys of each batch entry."""
     queries, bias = tile.queries, tile.bias
@@ -51,9 +60,10 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     # What was there before can be added to once: the first walk stores what the second would.
     EXACT = bias.before if tile.careful is None else tile.careful
     cols = n0 + tl.arange(0, N)
-    given = tile_of((bias.box, 0, queries.head), queries.m0, n0, M, N)
+    given = narrowed(tile_of((bias.box, 0, queries.head), queries.m0, n0, M, N))
     if bias.before is not None:
         total = tile_of((bias.gradient, 0, queries.head), queries.m0, n0, M, N).to(tl.float32)
+        given = _beside(given, total)
     else:
         total = tl.zeros([M, N], tl.float32)
     found = ()
@@ -63,7 +73,7 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
         v = tl.reshape(tile.v.boxes.load([batch, n0, tile.head_kv, 0]), (N, tile.v.dims.shape[0]))
         s, bent = scores(dot(queries.q[i], tl.trans(k), None), tile.softmax)
         dp = dot(queries.dout[i], tl.trans(v), None)
-        s = added(s, score_factor(tile.softmax), narrowed(given), EXACT)
+        s = added(s, score_factor(tile.softmax), given, EXACT)
         if test:
             s = tl.where(tile_visible(tile, cols, KIND), s, float("-inf"))
         p = probabilities(s, queries.lse[i][:, None], bias)

@@ -32,7 +32,7 @@ from warploom.kernels.triton.packed import find_tile, span
 class Block(NamedTuple):
     """A block of keys, and the queries of one sequence and head that it meets."""
 
-    k: Any
+    k: Any  # (dims, N)
     n0: Any
     cols: Any
     vectors: Any
@@ -41,40 +41,57 @@ class Block(NamedTuple):
     lengths: Any
     softmax: Any
     bias: Any
-    q: Any  # pointer to the first row
-    stride: Any  # elements
+    q: Any  # pointer to the first row, or a descriptor of the whole tensor
+    head: Any  # int32
+    stride: Any  # elements; None: q is a descriptor
     dims: Any
     live: Any
     lse: Any  # pointer to the first row's; None where no probabilities are asked for
 
 
 @triton.jit
+def _larger(a, b):
+    """The larger of two, NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _step(state, block, m, m0, test, WITH_LARGEST: tl.constexpr):
-    """One tile of rows, (N, M): sums of probabilities and the largest scores, element by element."""
+    """One tile of rows, (M, N): sums of probabilities, of elements (M, N) or of columns (N,), and rows' largest scores."""
     sums, largest = state
     rows = m0 + tl.arange(0, m.shape[0])
     inside = rows < block.lengths.q
-    pointers = block.q + tl.cast(m0, tl.int64) * block.stride + (m[:, None] * block.stride + block.dims[None, :])
-    q = load_rows(pointers, inside, block.live, True)
-    s, _ = scores(dot(block.k, tl.trans(q), None), block.softmax)
+    if block.lse is not None:
+        lse = tl.load(block.lse + rows, mask=inside, other=0.0)
+    if block.stride is None:
+        q = tl.reshape(block.q.load([block.lengths.batch, block.head, m0, 0]), (m.shape[0], block.dims.shape[0]))
+    else:
+        pointers = block.q + tl.cast(m0, tl.int64) * block.stride + (m[:, None] * block.stride + block.dims[None, :])
+        q = load_rows(pointers, inside, block.live, True)
+    s, _ = scores(dot(q, block.k, None), block.softmax)
     factor = score_factor(block.softmax)
     if block.bias.given is not None:
-        shift, n = shift_of(block.lengths, None), tl.arange(0, block.k.shape[0]).to(m.dtype)[:, None]
-        s = biased(s, factor, block.bias, m0, block.n0, m[None, :], n, shift, None, 1)
+        shift, n = shift_of(block.lengths, None), tl.arange(0, block.k.shape[1]).to(m.dtype)[None, :]
+        s = biased(s, factor, block.bias, m0, block.n0, m[:, None], n, shift, None, 1)
         factor = 1.0
     if test:
         shift = shift_of(block.lengths, None)
-        at, keys = rows[None, :], block.cols[:, None]
+        at, keys = rows[:, None], block.cols[None, :]
         seen = visible(at, keys, block.vectors, block.columns, block.band, shift, block.lengths.k)
-        s = tl.where(seen & inside[None, :], s, float("-inf"))
+        s = tl.where(seen & inside[:, None], s, float("-inf"))
     if WITH_LARGEST:
-        largest = tl.maximum(largest, s, propagate_nan=tl.PropagateNan.ALL)
+        largest = _larger(largest, tl.reduce(s, 1, _larger))
     if block.lse is not None:
-        lse2 = tl.load(block.lse + rows, mask=inside, other=0.0) * LOG2E
+        # A row that sees nothing has no lse.
+        lse2 = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
         # At most 1: an lse of huge scores is rounded by more than its sum is worth.
-        p = tl.exp2(tl.minimum(s * factor - lse2[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL))
-        # What is hidden weighs nothing, whatever the row's lse.
-        sums += tl.where(s == float("-inf"), 0.0, p)
+        p = tl.exp2(tl.minimum(s * factor - lse2[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL))
+        if test or block.bias.hides is not None:
+            # What is hidden weighs nothing, whatever the row's lse.
+            p = tl.where(s == float("-inf"), 0.0, p)
+        if len(sums.shape) == 1:
+            p = tl.sum(p, 0)
+        sums += p
     return sums, largest
 
 
@@ -138,6 +155,7 @@ def stats_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
     UNIT: tl.constexpr,
+    BOXES: tl.constexpr,
     WIDE: tl.constexpr,
     DESCENDING: tl.constexpr,
     BIAS: tl.constexpr,
@@ -147,7 +165,7 @@ def stats_kernel(
 
     sums is fp32 (batch, heads, seqlen_k) or (heads, total_k), 0 where nobody looks; lse_ptr is None without it. largest is
     (batch, heads, tiles), natural scores, -inf of blocks that nobody sees; slots of packed calls that hold no keys are not
-    written.
+    written. BOXES: q_ptr is a descriptor of the (batch, heads, seqlen, head_dim) tensor, read in boxes of M rows.
     """
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -196,7 +214,10 @@ def stats_kernel(
     live = None if DIM == D else dims < DIM
     k_at = (batch * stride_kb + head_kv * stride_kh) * UNIT
     k = load_rows(k_ptr + k_at + (row * (stride_ks * UNIT))[:, None] + dims[None, :], cols < len_k, live, True)
-    q_at = (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
+    if BOXES:
+        q = q_ptr
+    else:
+        q = q_ptr + (batch * stride_qb + head64 * stride_qh + tl.cast(first_q, tl.int64) * stride_qs) * UNIT
     softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
     bias = Bias(
         1 if BIAS != "" else None, 1 if BIAS == "tensor" or BIAS == "distance" else None,
@@ -205,42 +226,54 @@ def stats_kernel(
         in_elements(bias_columns, BIAS_UNIT), bias_origin, None, None, None, None,
     )  # fmt: skip
     block = Block(
-        k, n0, cols, (lts[:, None], lte[:, None], uts[:, None], ute[:, None]), columns, band, lengths, softmax, bias,
-        q_ptr + q_at, stride_qs * UNIT, dims, live, shifted(lse_ptr, batch * stride_lb + head64 * stride_lh + first_q),
+        tl.trans(k), n0, cols, (lts[None, :], lte[None, :], uts[None, :], ute[None, :]), columns, band, lengths, softmax, bias,
+        q, head, None if BOXES else stride_qs * UNIT, dims, live,
+        shifted(lse_ptr, batch * stride_lb + head64 * stride_lh + first_q),
     )  # fmt: skip
     m = tl.arange(0, M).to(tl.int64) if WIDE else tl.arange(0, M)
-    state = (tl.zeros([N, M], tl.float32), tl.full([N, M], float("-inf"), tl.float32))
-    for part in range(3 if HAS_COLUMNS else 1):
-        a, b = run_of(runs, part)
-        for m0 in tl.range(a * M, b * M, M):
-            # Scalars decide whether any of the tile's elements may be hidden.
-            test = m0 + M > len_q
-            if right is not None:
-                test = test | (m0 < all_from)
-            if left is not None:
-                test = test | (m0 > all_until)
-            if HAS_COLUMNS:
+    sums, largest = tl.zeros([M, N], tl.float32), tl.full([M], float("-inf"), tl.float32)
+    # A column past the end is multiplied as zeros, which may be larger than all scores.
+    short = largest_ptr is not None and n0 + N > len_k
+    if HAS_COLUMNS:
+        for part in range(3):
+            a, b = run_of(runs, part)
+            for m0 in tl.range(a * M, b * M, M):
+                # Scalars decide whether any of the tile's elements may be hidden.
+                test = short | (m0 + M > len_q)
+                if right is not None:
+                    test = test | (m0 < all_from)
+                if left is not None:
+                    test = test | (m0 > all_until)
                 test = test | ((m0 < extrema.lte_max) & (m0 + M > extrema.lts_min))
                 test = test | ((m0 < extrema.ute_max) & (m0 + M > extrema.uts_min))
-            state = _step(state, block, m, m0, test, largest_ptr is not None)
-    sums, largest = state
+                sums, largest = _step((sums, largest), block, m, m0, test, largest_ptr is not None)
+        total = tl.sum(sums, 0)
+    else:
+        # Tiles whose rows all see every column are [first, last): a loop without a test.
+        first, last = begin, tl.where(short, begin, tl.minimum(end, len_q // M))
+        if right is not None:
+            first = tl.maximum(first, tl.cdiv(tl.maximum(all_from, 0), M))
+        if left is not None:
+            last = tl.minimum(last, tl.maximum(all_until + M, 0) // M)
+        first = tl.minimum(first, end)
+        last = tl.maximum(first, last)
+        for m0 in tl.range(first * M, last * M, M):
+            sums, largest = _step((sums, largest), block, m, m0, False, largest_ptr is not None)
+        # The few tiles left are summed by columns, across warps: their test needs the registers of sums by elements.
+        total = tl.sum(sums, 0)
+        for part in range(2):
+            a, b = tl.where(part == 0, begin, last), tl.where(part == 0, first, end)
+            for m0 in tl.range(a * M, b * M, M):
+                total, largest = _step((total, largest), block, m, m0, True, largest_ptr is not None)
 
     # Columns past the end were multiplied as zeros, untested.
     if sums_ptr is not None:
         to = sums_ptr + ((batch if cu_q_ptr is None else 0) * heads + head64) * seqlen_k + row
-        tl.store(to, tl.where(cols < len_k, tl.sum(sums, 1), 0.0), mask=cols < stored)
+        tl.store(to, tl.where(cols < len_k, total, 0.0), mask=cols < stored)
     if largest_ptr is not None:
         factor = 1.0 if BIAS != "" else score_factor(softmax)
-        largest = tl.where((cols < len_k)[:, None], largest, float("-inf"))
         to = largest_ptr + ((batch if cu_q_ptr is None else 0) * heads + head64) * tiles + tile
-        tl.store(to, _largest(tl.reshape(largest, [N * M])) * (factor * LN2))
-
-
-@triton.jit
-def _largest(values):
-    """The largest of a vector, NaN if one is."""
-    found = tl.max(values, 0)
-    return tl.where(tl.max((values != values).to(tl.int32), 0) != 0, float("nan"), found)
+        tl.store(to, tl.reduce(largest, 0, _larger) * (factor * LN2))
 
 
 @triton.jit(do_not_specialize=["cu_ptr", "largest_ptr", "out_ptr", "batches", "heads", "tiles", "seqlen_k"])
@@ -261,5 +294,5 @@ def largest_kernel(cu_ptr, largest_ptr, out_ptr, batches, heads, tiles, seqlen_k
     for at in range(0, count, WIDTH):
         i = at + tl.arange(0, WIDTH)
         values = tl.load(largest_ptr + first + i, mask=i < count, other=float("-inf"))
-        largest = tl.maximum(largest, values, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out_ptr + pid, _largest(largest))
+        largest = _larger(largest, values)
+    tl.store(out_ptr + pid, tl.reduce(largest, 0, _larger))
