@@ -130,6 +130,16 @@ def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
         assert not faults(binary.asm["ttgir"], binary.asm["ptx"], listing(binary.asm["cubin"])), name
 
 
+@pytest.mark.parametrize("dim", [64, 256])
+def test_states_that_fade_do_not_wait_for_each_product(dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), lookback=False))
+    found = launches(dim, "identity", False, 2, -torch.ones(2))
+    launch = next(x for x in found if x[0].__name__ == "state_kernel" and not x[1]["BACKWARD"])
+    code = listing(compiled(*launch).asm["cubin"])
+    assert code.count("HGMMA") >= 8 and code.count("WARPGROUP.DEPBAR") == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("width", [64, 128, 256])

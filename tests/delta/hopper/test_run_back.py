@@ -97,9 +97,25 @@ def take(tiles: Tensor, entry: int, rows: int, m: int) -> Tensor:
     return found[:rows, :m].double()
 
 
+def place_of_y(missing: tuple[Tensor, Tensor], h: Head, count: int) -> Tensor:
+    """Where Y of a chunk of one of ``count`` value heads lies: both tensors have heads by turns, or each has all."""
+    for t in missing:
+        readable(t)
+    tensors = count // missing[0].shape[2]
+    return missing[h.head % tensors][h.batch, h.rows, h.head // tensors]
+
+
+def put_missing(missing: tuple[Tensor, Tensor], h: Head, count: int, y: Tensor) -> None:
+    place_of_y(missing, h, count)[:, : y.shape[1]] = y
+
+
+def take_missing(missing: tuple[Tensor, Tensor], h: Head, count: int, m: int) -> Tensor:
+    return place_of_y(missing, h, count)[:, :m].double()
+
+
 def keep(
     k: Tensor, v: Tensor, prepared: Tensor, state: Tensor, last: Tensor, resume: Tensor, states: Tensor, missing: Tensor,
-    lengths: Tensor, cu: Tensor, size: int, begin: int, end: int, per_sequence: int, carriers: int,
+    missing_odd: Tensor, lengths: Tensor, cu: Tensor, size: int, begin: int, end: int, per_sequence: int, carriers: int,
 ) -> None:  # fmt: skip
     for t in (k, v):
         readable(t)
@@ -119,7 +135,7 @@ def keep(
         y = y + h.inverse @ y
         if place >= end * size:
             put(states, h.entry, s)
-        put(missing, h.item, y)
+        put_missing((missing, missing_odd), h, v.shape[2], y)
         s = s * h.numbers[WHOLE, 0] + b.T @ (h.numbers[WRITES] * h.numbers[BETA] * y)
         if h.last:
             closing = (s * last[h.sequence, h.head]).sum() if last.shape[0] else 0.0
@@ -129,7 +145,7 @@ def keep(
 
 def again(
     k: Tensor, v: Tensor, prepared: Tensor, state: Tensor, last: Tensor, resume: Tensor, states: Tensor, missing: Tensor,
-    lengths: Tensor, cu: Tensor, size: int, begin: int, end: int, per_sequence: int, carriers: int,
+    missing_odd: Tensor, lengths: Tensor, cu: Tensor, size: int, begin: int, end: int, per_sequence: int, carriers: int,
 ) -> None:  # fmt: skip
     assert begin == end
     group, s, following = v.shape[2] // k.shape[2], torch.empty(0), (-1, -1)
@@ -141,7 +157,7 @@ def again(
             s = take(resume, number * v.shape[2] + h.head, k.shape[3], v.shape[3])
         following = h.sequence, h.head
         put(states, h.entry, s)
-        b, y = k[h.batch, h.rows, h.head // group].double(), take(missing, h.item, h.rows.stop - h.rows.start, v.shape[3])
+        b, y = k[h.batch, h.rows, h.head // group].double(), take_missing((missing, missing_odd), h, v.shape[2], v.shape[3])
         s = s * h.numbers[WHOLE, 0] + b.T @ (h.numbers[WRITES] * h.numbers[BETA] * y)
 
 
@@ -177,8 +193,8 @@ def back(
 
 def gradients(
     q: Tensor, k: Tensor, dout: Tensor, dv: Tensor, decay: Tensor, prepared: Tensor, states: Tensor, dstates: Tensor,
-    missing: Tensor, dq: Tensor, dk: Tensor, dbeta: Tensor, ddecay: Tensor, lengths: Tensor, cu: Tensor, eps: float,
-    normalize: int, decays: int, size: int, current: int, per_sequence: int, entries: int, processors: int,
+    missing: Tensor, missing_odd: Tensor, dq: Tensor, dk: Tensor, dbeta: Tensor, ddecay: Tensor, lengths: Tensor, cu: Tensor,
+    eps: float, normalize: int, decays: int, size: int, current: int, per_sequence: int, entries: int, processors: int,
 ) -> None:  # fmt: skip
     for t in (q, k, dout, dv, dq, dk):
         readable(t)
@@ -189,7 +205,8 @@ def gradients(
         count = h.rows.stop - h.rows.start
         a, b = (t[h.batch, h.rows, h.head // group].double() for t in (q, k))
         g, d = (t[h.batch, h.rows, h.head].double() for t in (dout, dv))
-        s, ds, y = take(states, h.entry, e, m), take(dstates, h.entry, e, m), take(missing, h.item, count, m)
+        s, ds = take(states, h.entry, e, m), take(dstates, h.entry, e, m)
+        y = take_missing((missing, missing_odd), h, dv.shape[2], m)
         total = (h.numbers[COARSE] + h.numbers[FINE])[:, 0]
         pairs, beta = torch.exp(total[:, None] - total), h.numbers[BETA] + 1e-12
         pairs = pairs * (beta * h.numbers[OF_K]).T
@@ -282,12 +299,13 @@ def test_kernels_in_python_take_what_the_compiled_ones_take() -> None:
 
 
 def test_as_many_ranges_as_room_needs() -> None:
-    """Within the bytes of q, k, v and out, of which prepared matrices take a fifth."""
+    """Within the bytes of q, k, v and out, of which prepared matrices take a fourth; Y takes none, or else a third."""
     call, *_ = drawn(tokens=4, heads=1, group=2, e=128, m=128).call()
     long = replace(call, **{n: getattr(call, n)[:, :1].expand(1, 32768, -1, -1) for n in ("q", "k", "v")})
     sizes = Sizes.of(long)
-    assert sizes.ranges() == Ranges(True, 128, 4, 128, 1)
-    assert sizes.room(sizes.ranges()) <= 32768 * 2 * (128 + 256) * 2 < sizes.room(sizes.cut(True, 3))
+    assert sizes.ranges() == Ranges(True, 256, 2, 256, 1)
+    assert sizes.room(sizes.ranges()) <= 32768 * 2 * (128 + 256) * 2 < sizes.room(sizes.cut(True, 1))
+    assert sizes._replace(e=120).ranges().number == 4  # less wide than values
 
 
 def test_few_tokens_are_one_range() -> None:

@@ -104,6 +104,7 @@ class Back(BackConsumer):
             grid=[grid, 1, 1],
             block=[(1 + config.warpgroups) * WARPGROUP, 1, 1],
             stream=stream,
+            use_pdl=True,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -174,6 +175,7 @@ class Back(BackConsumer):
             dv=placed(storage.dv, layout_dv),
             dv_start=storage.dv.data_ptr(),
         )
+        cute.arch.griddepcontrol_launch_dependents()
         self.clear(storage.matrices.data_ptr().toint(), 2 * cute.cosize(layout_matrices))
         if warp == LOADER:
             with cute.arch.elect_one():
@@ -197,6 +199,8 @@ class Back(BackConsumer):
                 given, shared, warp // 4 - 1, dv, last, first, carry, dstates, current, per_sequence, tma_dv, mma, mma_turned,
                 mma_update,
             )  # fmt: skip
+        # What comes after this kernel reads what the walk beside it leaves.
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def load(self, given, shared, q, k, dout, prepared, tma_q, tma_k, tma_dout):

@@ -3,7 +3,8 @@
 A pass is cut into ranges of chunks, each of which is walked, walked back and gives its gradients before the one before it. A
 range has `size` chunks of every sequence, or, unless `per_sequence`, `size` slots, whose boundaries cut a sequence each at
 most. For every COLUMNS value columns of a value head walks leave tiles as they lie in shared memory, 16 bits, with a swizzle of
-128 bytes: of each chunk Y (CHUNK, COLUMNS), by its slot, and of a chunk of a range (an "entry") a state (width, COLUMNS).
+128 bytes: of a chunk of a range (an "entry") a state (width, COLUMNS). Y of each chunk lies as values do, in dq and dk where
+they have room for it: these are written when all that was there has been read.
 """
 
 from __future__ import annotations
@@ -199,16 +200,11 @@ def store_four(address: Int64, values: list[Float32], *, loc: Any = None, ip: An
 
 @dsl_user_op
 def load_four(address: Int64, *, loc: Any = None, ip: Any = None) -> list[Float32]:
-    """Four fp32 of global memory by one load."""
-    values, text = [Int64(address).ir_value(loc=loc, ip=ip)], "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];"
+    """Four fp32 of global memory by one load, past the first cache: a walk back waits for no kernel before it begins."""
+    values, text = [Int64(address).ir_value(loc=loc, ip=ip)], "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];"
     kind = llvm.StructType.get_literal([T.f32()] * 4)
     parts = assembly(kind, values, text, "=f,=f,=f,=f,l,~{memory}", side_effects=True)
     return [Float32(llvm.extractvalue(T.f32(), parts, [i], loc=loc, ip=ip)) for i in range(4)]
-
-
-def tile_of(given: Any, chunk: Any, group: Any) -> Any:
-    """The number of a chunk's tile of Y."""
-    return item_of(given, chunk) * given.tiles + (given.block + group)
 
 
 def item_of(given: Any, chunk: Any) -> Any:

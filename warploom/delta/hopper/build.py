@@ -12,7 +12,6 @@ from cutlass.cute.runtime import make_fake_tensor
 from warploom.delta.hopper.back import Back
 from warploom.delta.hopper.config import (
     BACK_ITEM,
-    CHUNK,
     COLUMNS,
     ITEM,
     BackConfig,
@@ -69,7 +68,7 @@ def compile_keep(config: dict[str, Any], name: str, library: Path) -> dict[str, 
     dtype = DTYPES[variant.dtype]
     arguments = [view(dtype, 3), view(dtype, 3), prepared(BACK_ITEM), states(), states()]
     arguments += [tiles(Float32, variant.width * COLUMNS)]
-    arguments += [tiles(dtype, variant.width * COLUMNS), tiles(dtype, CHUNK * COLUMNS), vector(Int32), vector(Int32)]
+    arguments += [tiles(dtype, variant.width * COLUMNS), view(dtype, 3), view(dtype, 3), vector(Int32), vector(Int32)]
     arguments += [Int32(0) for _ in range(5)] + [stream()]
     return compile_kernel(Keep(variant), arguments, name, library)
 
@@ -89,8 +88,8 @@ def compile_gradients(config: dict[str, Any], name: str, library: Path) -> dict[
     variant = GradientConfig(**config)
     dtype = DTYPES[variant.dtype]
     state = tiles(dtype, variant.width * COLUMNS), tiles(dtype, variant.width * COLUMNS)
-    arguments = [*(view(dtype, 3) for _ in range(4)), numbers(), prepared(BACK_ITEM), *state, tiles(dtype, CHUNK * COLUMNS)]
-    arguments += [view(dtype, 3), view(dtype, 3), numbers(), numbers(), vector(Int32), vector(Int32)]
+    arguments = [*(view(dtype, 3) for _ in range(4)), numbers(), prepared(BACK_ITEM), *state]
+    arguments += [*(view(dtype, 3) for _ in range(4)), numbers(), numbers(), vector(Int32), vector(Int32)]
     arguments += [Float32(0.0), *(Int32(0) for _ in range(7)), stream()]
     return compile_kernel(Gradients(variant), arguments, name, library)
 

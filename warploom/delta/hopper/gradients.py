@@ -28,10 +28,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from warploom.delta.hopper.config import ALL_NUMBERS, BACK_ITEM, CHUNK, COLUMNS, MATRIX
 from warploom.delta.hopper.gradients_asked import Asked
-from warploom.delta.hopper.gradients_base import SUMS, TILE, Chunk, GradientShared
+from warploom.delta.hopper.gradients_base import SUMS, Chunk, GradientShared
 from warploom.delta.hopper.gradients_read import Read
 from warploom.delta.hopper.gradients_written import Written
-from warploom.delta.hopper.walk_base import ragged, rows_of
+from warploom.delta.hopper.walk_base import place_of_y, ragged, rows_of
 from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.memory import bulk_load
 from warploom.kernels.cute.rings import Mbarriers, advance, expect
@@ -58,7 +58,8 @@ class Gradients(Asked, Read, Written):
         prepared: cute.Tensor,  # (slots * heads_v, BACK_ITEM) fp32
         states: cute.Tensor,  # (entries * heads_v * tiles, width * COLUMNS), before chunks
         dstates: cute.Tensor,  # the same, gradients after chunks
-        missing: cute.Tensor,  # (slots * heads_v * tiles, TILE): Y
+        missing: cute.Tensor,  # Y, as `keep` has it: dq and dk may be the same memory
+        missing_odd: cute.Tensor,
         dq: cute.Tensor,  # where tokens count, as all that is written
         dk: cute.Tensor,
         dbeta: cute.Tensor,  # (batch, seqlen, heads_v) fp32
@@ -79,8 +80,9 @@ class Gradients(Asked, Read, Written):
         config = self.config
         heads, seqlen = k.shape[2], k.shape[1]
         slots = prepared.shape[0] // dv.shape[2]
-        q, k, dout, dv, dq, dk = [
-            ragged(cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))) for t in (q, k, dout, dv, dq, dk)
+        q, k, dout, dv, missing, missing_odd, dq, dk = [
+            ragged(cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])))
+            for t in (q, k, dout, dv, missing, missing_odd, dq, dk)
         ]
         tile = (CHUNK, COLUMNS)
         box = tile_layout(self.dtype, tile, 1, COLUMNS)
@@ -88,11 +90,13 @@ class Gradients(Asked, Read, Written):
         tma_k, k = tma_load(k, box, tile)
         tma_dout, dout = tma_load(dout, box, tile)
         tma_dv, dv = tma_load(dv, box, tile)
+        tma_missing, missing = tma_load(missing, box, tile)
+        tma_odd, missing_odd = tma_load(missing_odd, box, tile)
         tma_dq, dq = tma_store(dq, box, tile)
         tma_dk, dk = tma_store(dk, box, tile)
         self.kernel(
-            q, k, dout, dv, decay, prepared, states, dstates, missing, dq, dk, dbeta, ddecay, lengths, cu,
-            tma_q, tma_k, tma_dout, tma_dv, tma_dq, tma_dk,
+            q, k, dout, dv, decay, prepared, states, dstates, missing, missing_odd, dq, dk, dbeta, ddecay, lengths, cu,
+            tma_q, tma_k, tma_dout, tma_dv, tma_missing, tma_odd, tma_dq, tma_dk,
             product(self.dtype, (64, CHUNK, 16), IN_SHARED, BY_K, BY_K),
             product(self.dtype, (64, config.width, 16), IN_REGISTERS, BY_K, BY_K),
             product(self.dtype, (64, config.width, 16), IN_REGISTERS, BY_K, BY_MN),
@@ -107,6 +111,7 @@ class Gradients(Asked, Read, Written):
             grid=[cutlass.min(entries * heads, processors), 1, 1],
             block=[(1 + ROLES) * WARPGROUP, 1, 1],
             stream=stream,
+            use_pdl=True,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -122,6 +127,7 @@ class Gradients(Asked, Read, Written):
         states: cute.Tensor,
         dstates: cute.Tensor,
         missing: cute.Tensor,
+        missing_odd: cute.Tensor,
         dq: cute.Tensor,
         dk: cute.Tensor,
         dbeta: cute.Tensor,
@@ -132,6 +138,8 @@ class Gradients(Asked, Read, Written):
         tma_k: cute.CopyAtom,
         tma_dout: cute.CopyAtom,
         tma_dv: cute.CopyAtom,
+        tma_missing: cute.CopyAtom,
+        tma_odd: cute.CopyAtom,
         tma_dq: cute.CopyAtom,
         tma_dk: cute.CopyAtom,
         mma_square: cute.TiledMma,
@@ -158,7 +166,7 @@ class Gradients(Asked, Read, Written):
         stages = config.stages
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOADER:
-            for atom in (tma_q, tma_k, tma_dout, tma_dv, tma_dq, tma_dk):
+            for atom in (tma_q, tma_k, tma_dout, tma_dv, tma_missing, tma_odd, tma_dq, tma_dk):
                 cpasync.prefetch_descriptor(atom)
 
         @cute.struct
@@ -231,6 +239,8 @@ class Gradients(Asked, Read, Written):
                 self.init(shared)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         tiles = cute.ceil_div(dv.shape[1], COLUMNS)
         group = dv.shape[2] // heads
@@ -247,7 +257,8 @@ class Gradients(Asked, Read, Written):
                     if at.inside == 1:
                         stage, phase, parity = self.load(
                             shared, at, stage, phase, parity, turn, group, tiles, q, k, dout, dv, prepared, states, dstates,
-                            missing, tma_q, tma_k, tma_dout, tma_dv, current, size, per_sequence, seqlen,
+                            missing, missing_odd, tma_q, tma_k, tma_dout, tma_dv, tma_missing, tma_odd, current, size,
+                            per_sequence, seqlen,
                         )  # fmt: skip
                         turn = turn ^ 1
         elif warp < 8:
@@ -314,7 +325,7 @@ class Gradients(Asked, Read, Written):
     @cute.jit
     def load(
         self, shared, at, stage, phase, parity, turn, group, tiles, q, k, dout, dv, prepared, states, dstates, missing,
-        tma_q, tma_k, tma_dout, tma_dv, current, size, per_sequence, seqlen,
+        missing_odd, tma_q, tma_k, tma_dout, tma_dv, tma_missing, tma_odd, current, size, per_sequence, seqlen,
     ):  # fmt: skip
         """What a chunk needs; its queries and keys after the first value head's values, which are waited for first."""
         config = self.config
@@ -338,6 +349,9 @@ class Gradients(Asked, Read, Written):
                 bulk_load(shared.numbers + place * ALL_NUMBERS, source, 4 * ALL_NUMBERS, shared.numbers_full + place)
             gout, gv = (cute.local_tile(rows_of(t, head, *of), tile, (None, None)) for t in (dout, dv))
             load_dout, load_dv = tma_views(tma_dout, shared.dout, gout), tma_views(tma_dv, shared.dv, gv)
+            which, head_y = place_of_y(head, heads, missing)
+            gy, gy_odd = (cute.local_tile(rows_of(t, head_y, *of), tile, (None, None)) for t in (missing, missing_odd))
+            load_y, load_odd = tma_views(tma_missing, shared.y, gy), tma_views(tma_odd, shared.y, gy_odd)
             for m in cutlass.range(tiles, unroll=1):
                 cute.arch.mbarrier_wait(shared.empty + stage, phase)
                 expect(shared.full + stage, config.stage_bytes)
@@ -346,10 +360,12 @@ class Gradients(Asked, Read, Written):
                     elements = config.width * COLUMNS
                     for kept, to in ((states, shared.state_start), (dstates, shared.dstate_start)):
                         bulk_load(to + stage * elements, kept.iterator + entry * elements, 2 * elements, shared.full + stage)
-                    y = missing.iterator + ((Int64(slot) * heads + head) * tiles + m) * TILE
-                    bulk_load(shared.y_start + stage * TILE, y, 2 * TILE, shared.full + stage)
                 load_tile(load_dout, (number, m), stage, shared.full, stage)
                 load_tile(load_dv, (number, m), stage, shared.full, stage)
+                if which == 0:
+                    load_tile(load_y, (number, m), stage, shared.full, stage)
+                else:
+                    load_tile(load_odd, (number, m), stage, shared.full, stage)
                 stage, phase = advance(stage, phase, config.stages)
             if g == 0:
                 cute.arch.mbarrier_wait(shared.qk_empty, turn ^ 1)

@@ -12,14 +12,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.delta.hopper.back_base import TILE, BackBase, entry, item_of, tile_of
+from warploom.delta.hopper.back_base import TILE, BackBase, entry, item_of
 from warploom.delta.hopper.config import BACK_ITEM, BETA, CHUNK, CLOSING, COLUMNS, MATRIX, NUMBERS, READS, WHOLE, WRITES
+from warploom.delta.hopper.walk_base import place_of_y, rows_of
 from warploom.kernels.cute.barriers import DeltaBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, load_shared
 from warploom.kernels.cute.memory import bulk_store
 from warploom.kernels.cute.rings import advance, release
-from warploom.kernels.cute.tiles import transposed
+from warploom.kernels.cute.tiles import tma_views, transposed
 from warploom.kernels.cute.wgmma import gemm, pack, words
 
 
@@ -28,8 +29,9 @@ class KeepConsumer(BackBase):
 
     @cute.jit
     def play(
-        self, given, shared, group, prepared, state, last, resume, states, missing, size, begin, end, carriers, mma, mma_update
-    ):
+        self, given, shared, group, prepared, state, last, resume, states, missing, missing_odd, size, begin, end, carriers,
+        tma_missing, tma_odd, mma, mma_update,
+    ):  # fmt: skip
         """Y of all chunks, states of range ``end``, and those at the starts of ranges behind ``begin``."""
         config = self.config
         own = cute.arch.thread_idx()[0] % WARPGROUP
@@ -43,8 +45,16 @@ class KeepConsumer(BackBase):
         operand, written = (mma.make_fragment_A(part.partition_shape_A((COLUMNS, CHUNK))) for _ in range(2))
         column = (given.block + group) * COLUMNS + warp * 16 + lane // 4
         tiles = tile_offset(warp, lane)
-        kept = shared.kept + group * (config.width * COLUMNS + TILE)
+        kept, target = shared.kept + group * (config.width * COLUMNS), shared.y_start + (group * TILE + tiles)
         values = (shared.v_start + (group * TILE + tiles)).toint()
+        which, head = place_of_y(given.head, given.heads, missing)
+        store_y, store_odd = (
+            tma_views(atom, shared.y, cute.local_tile(rows, (CHUNK, COLUMNS), (None, None)))
+            for atom, rows in (
+                (atom, rows_of(t, head, given.batch, given.start, given.live))
+                for atom, t in ((tma_missing, missing), (tma_odd, missing_odd))
+            )
+        )
         self.start(given, s, state, resume, begin, carriers, group, column, lane)
         stage, phase = Int32(0), Int32(0)
         for n in cutlass.range(given.low, given.high, unroll=1):
@@ -74,15 +84,18 @@ class KeepConsumer(BackBase):
             self.clear_way(group, warp)
             if place >= end * size:
                 self.put_tile(words(s_operand), kept + tiles)
-            self.put_tile(words(operand), kept + (config.width * COLUMNS + tiles))
+            self.put_tile(words(operand), target)
             cute.arch.fence_view_async_shared()
             wait(DeltaBarrier.OUT_WRITTEN, WARPGROUP, group)
             if warp == 0:
-                with cute.arch.elect_one():
-                    if place >= end * size:
+                at = None, n, given.block + group
+                if which == 0:
+                    cute.copy(store_y.atom, store_y.shared[None, group], store_y.tiles[at])
+                else:
+                    cute.copy(store_odd.atom, store_odd.shared[None, group], store_odd.tiles[at])
+                if place >= end * size:
+                    with cute.arch.elect_one():
                         self.send_state(given, group, kept, states, n)
-                    to = missing.iterator + tile_of(given, n, group) * TILE
-                    bulk_store(to, kept + config.width * COLUMNS, 2 * TILE)
                 cute.arch.cp_async_bulk_commit_group()
             warpgroup.wait_group(0)
             release(shared.empty + stage)
@@ -131,7 +144,7 @@ class KeepConsumer(BackBase):
         operand, written = (mma.make_fragment_A(part.partition_shape_A((COLUMNS, CHUNK))) for _ in range(2))
         column = (given.block + group) * COLUMNS + warp * 16 + lane // 4
         tiles = tile_offset(warp, lane)
-        kept = shared.kept + group * (config.width * COLUMNS + TILE)
+        kept = shared.kept + group * (config.width * COLUMNS)
         values = (shared.v_start + (group * TILE + tiles)).toint()
         self.start(given, s, state, resume, begin, carriers, group, column, lane)
         stage, phase = Int32(0), Int32(0)

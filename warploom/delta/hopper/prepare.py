@@ -93,6 +93,7 @@ class Prepare(PrepareHead):
             norms: cute.struct.Align[cute.struct.MemRange[Float32, 2 * CHUNK], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * CHUNK], 16]
 
+        cute.arch.griddepcontrol_launch_dependents()
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         heads = k.shape[2]
         index = cute.arch.block_idx()[0]

@@ -11,7 +11,6 @@ from warploom.delta.hopper.config import BACK_ITEM, CHUNK, COLUMNS
 from warploom.delta.hopper.plan import width
 from warploom.delta.problem import DeltaCall
 
-TILE = CHUNK * COLUMNS
 SMALL = 2**24  # bytes that no call need save: more ranges are more launches
 _NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 
@@ -51,6 +50,11 @@ class Sizes(NamedTuple):
         """Of value columns."""
         return -(-self.m // COLUMNS)
 
+    @property
+    def beside(self) -> bool:
+        """Whether Y of all value heads has room in the gradients of queries and keys, until these are written."""
+        return self.heads_v <= 2 * self.heads and self.m <= self.e
+
     def ranges(self) -> Ranges:
         """The fewest whose room is no more than the bytes of q, k, v and out, or ``SMALL``; else those of the least room."""
         allowed = max(self.tokens * 2 * (self.heads * self.e + self.heads_v * self.m) * 2, SMALL)
@@ -66,12 +70,12 @@ class Sizes(NamedTuple):
 
     def room(self, cut: Ranges) -> int:
         """Bytes that a backward pass takes beside its results."""
-        kept, every = 4 * self.tiles * COLUMNS * width(self.e), 4 * BACK_ITEM + 2 * self.tiles * TILE
+        kept, missing = 4 * self.tiles * COLUMNS * width(self.e), 0 if self.beside else 2 * self.m * self.tokens
         boundaries = 0
         if cut.number > 1:
             between = cut.number - 1 + (1 if cut.per_sequence else 2)
             boundaries = between * cut.carriers * self.tiles * COLUMNS * width(self.e) * 4
-        return self.heads_v * (every * self.slots + kept * cut.entries + boundaries)
+        return self.heads_v * (4 * BACK_ITEM * self.slots + kept * cut.entries + boundaries + missing)
 
 
 class Kept(NamedTuple):
@@ -80,7 +84,6 @@ class Kept(NamedTuple):
     prepared: Tensor
     states: Tensor
     dstates: Tensor
-    missing: Tensor
     resume: Tensor
     carry: Tensor
 
@@ -100,7 +103,6 @@ class Kept(NamedTuple):
             torch.empty((sizes.slots * sizes.heads_v, BACK_ITEM), dtype=torch.float32, device=device),
             states(),
             states(),
-            torch.empty((sizes.slots * sizes.heads_v * sizes.tiles, TILE), dtype=dtype, device=device),
             between((cut.number - 1) * cut.carriers),
             between(cut.carriers if cut.per_sequence else 2),
         )

@@ -52,7 +52,7 @@ def _launcher(call: DeltaCall) -> Callable[..., Gradients]:
     # Kernels write what counts.
     new = torch.empty_like if call.lengths is None and call.cu_seqlens is None else torch.zeros_like
     size, each, carriers, entries, end = cut.size, int(cut.per_sequence), cut.carriers, cut.entries, cut.number - 1
-    dtype, plain = call.v.dtype, torch.contiguous_format
+    beside, dtype, plain = sizes.beside, call.v.dtype, torch.contiguous_format
 
     def run(
         dout: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None,
@@ -64,7 +64,12 @@ def _launcher(call: DeltaCall) -> Callable[..., Gradients]:
         given, loss = no_state if state is None else state, beta if decay is None else decay
         closing = no_state if decay is None else last
         counted, starts = none if lengths is None else lengths.contiguous(), none if cu is None else cu.contiguous()
-        prepared, states, dstates, missing, resume, carry = Kept.of(sizes, cut, device, dtype)
+        prepared, states, dstates, resume, carry = Kept.of(sizes, cut, device, dtype)
+        # Y, by value heads or by turns of even and odd ones.
+        if beside:
+            missing, missing_odd = dq, dk
+        else:
+            missing = missing_odd = torch.empty_like(v, memory_format=plain)
 
         with on_device(q):
             run_prepare(q, k, beta, loss, counted, starts, prepared, scale, eps, normalize, decays)
@@ -72,13 +77,13 @@ def _launcher(call: DeltaCall) -> Callable[..., Gradients]:
                 # The last one is reached through all others, of which Y and the first states stay.
                 walk, begin = (run_keep, 0) if current == end else (run_again, current)
                 walk(
-                    k, v, prepared, given, closing, resume, states, missing, counted, starts, size, begin, current, each,
-                    carriers,
+                    k, v, prepared, given, closing, resume, states, missing, missing_odd, counted, starts, size, begin, current,
+                    each, carriers,
                 )  # fmt: skip
                 run_back(q, k, dout, dv, prepared, last, first, carry, dstates, counted, starts, size, current, each)
                 run_gradients(
-                    q, k, dout, dv, loss, prepared, states, dstates, missing, dq, dk, dbeta, ddecay, counted, starts, eps,
-                    normalize, decays, size, current, each, entries, count,
+                    q, k, dout, dv, loss, prepared, states, dstates, missing, missing_odd, dq, dk, dbeta, ddecay, counted,
+                    starts, eps, normalize, decays, size, current, each, entries, count,
                 )  # fmt: skip
         return dq, dk, dv, dbeta, None if decay is None else ddecay, None if state is None else first
 

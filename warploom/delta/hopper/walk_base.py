@@ -89,6 +89,12 @@ class WalkBase:
         return batch, start, rows, live, slot
 
 
+def place_of_y(head: Any, heads: Any, missing: Any) -> tuple[Any, Any]:
+    """Which of two tensors like ``missing`` has the Y of one of so many value heads, and as which of its heads."""
+    tensors = heads // missing.shape[2]
+    return head % tensors, head // tensors
+
+
 def ragged(t: Any) -> Any:
     """(tokens, dim, heads, batch) as (RAGGED, dim, heads, end, batch), of which ``rows_of`` takes a sequence."""
     layout = cute.make_layout(

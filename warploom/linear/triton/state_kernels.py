@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from warploom.kernels.triton.logs import exp2
-from warploom.kernels.triton.numerics import LN2, exp
+from warploom.kernels.triton.numerics import LN2, exp, opaque_zeros
 from warploom.kernels.triton.operands import power_of_two
 from warploom.kernels.triton.packed import span
 from warploom.linear.triton.device import (
@@ -107,14 +107,15 @@ def state_kernel(
     m = block * BM + tl.arange(0, BM)
     rows = n.to(tl.int64) if WIDE else n
     dtype = y_ptr.dtype.element_ty
-    s = tl.zeros([BM, DE], tl.float32)
+    APART: tl.constexpr = DECAY and not BACKWARD  # ptxas would run these products one by one at 64 and 256 dims
+    s = opaque_zeros(BM, DE) if APART else tl.zeros([BM, DE], tl.float32)
     if BACKWARD:
         # Summed over rows at the end: a sum over rows takes two barriers.
         z = tl.zeros([C, DE], tl.float32)
     else:
         # Sixteen equal columns, as in the forward kernel. A sum of rows would read the tile into registers too, and of such a
         # tile Triton 3.6 keeps a buffer too few: the next one lands in it while the product for S still reads.
-        z = tl.zeros([DE, 16], tl.float32)
+        z = opaque_zeros(DE, 16) if APART else tl.zeros([DE, 16], tl.float32)
         ones = tl.full([C, 16], 1.0, dtype)
     chunks = tl.cdiv(tokens, C)
     for i in tl.range(0, chunks * GROUP, num_stages=STAGES):
