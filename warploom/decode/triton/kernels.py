@@ -259,6 +259,8 @@ def split_kernel(
     stop = tl.maximum(units, 1) if FINAL else units
     if FINAL and SHARED:
         stop = tl.where(shared > 0, units, stop)
+    # Known a unit at a time, whether it has two halves costs ptxas fewer registers where programs read tables too.
+    BY_UNIT: tl.constexpr = SHARED and PAGES != CONTIGUOUS
     if HALVED > 0:
         # The second half of a pair is not folded: no tile is its last one.
         second = tl.where(pair, N, 0)
@@ -283,6 +285,8 @@ def split_kernel(
             begin += run % runs * size
             end = tl.minimum(begin + size, end)
         edge = tl.minimum(begin + size, end)
+        if HALVED > 0 and BY_UNIT:
+            second = tl.where(pair & (edge < end), N, 0)
         acc, total, top = nothing(M, DV, SLICES)
         for tile in range(begin, end, N):
             cols = tile + n
@@ -436,7 +440,7 @@ def split_kernel(
         if ALONE:
             unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, acc, total, top)
         if HALVED > 0 and not FINAL:  # noqa: SIM102 (constexprs)
-            if pair & (end > begin + size):
+            if (second > 0) if BY_UNIT else pair & (end > begin + size):
                 part = tl.interleave(unit_acc[0], unit_acc[1]) if PAIRS else unit_acc[0]
                 place = row * max_units + at
                 _store_part(out_ptr, lse_ptr, place, part, unit_total, unit_top, row_live, dv, dv_live, HEAD_DIM_V)
