@@ -81,7 +81,7 @@ def problem(**changes: Any) -> DecodeProblem:
         ({"bias": "key"}, "each sequence reads the prefix itself"),
         ({"bias": "alibi", "tree": True}, "up to 16 sequences"),
         ({"capacity": 512}, "each sequence reads the prefix itself"),
-        ({"prefix": False}, "splits of 512 keys, longer ones past 16384, 16 rows × 64 keys a tile"),
+        ({"prefix": False}, "splits of 256 keys, 512 past 4096, longer ones past 16384, 16 rows × 64 keys a tile"),
     ],
     ids=str,
 )

@@ -11,13 +11,13 @@ import torch
 
 from tests.decode import fp8_checks
 from tests.decode.fp8_case import Fp8Case, check_fp8
-from tests.decode.interpreted.test_kernels import fresh_plans, shrink
+from tests.decode.interpreted.test_kernels import HALVES, fresh_plans, shrink
 from warploom.decode.api import decode
 from warploom.decode.append import append as torch_append
 from warploom.decode.arguments import decode_args
 from warploom.decode.cache import PagedKVCache
 from warploom.decode.problem import AppendArgs
-from warploom.decode.triton import launch
+from warploom.decode.triton import launch, plan
 from warploom.decode.triton.tokens import append as triton_append
 
 __all__ = ["fresh_plans"]
@@ -32,11 +32,24 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("constants", [{}, {"halved": 64, "crowd": 0}], ids=str)
 @pytest.mark.parametrize("changes", CASES, ids=str)
-def test_case(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    shrink(monkeypatch)
+def test_case(changes: dict[str, Any], constants: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    shrink(monkeypatch, **constants)
     shape: dict[str, Any] = {"queries": 3, "heads_q": 4, "heads_kv": 2, "head_dim": 24, "head_dim_v": 16}
     check_fp8(Fp8Case(random.randrange(2**31), [60, 9], **shape, **changes), "triton")
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_bits_of_halves(page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = Fp8Case(random.randrange(2**31), [120, 33], granularity="token", page_size=page_size, dtype=torch.float16)
+    results = []
+    for constants in HALVES:
+        shrink(monkeypatch, **constants)
+        plan.plan.cache_clear()
+        results.append(decode(c.straight(), c.cache(), return_lse=True, backend="triton"))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), c
 
 
 @pytest.mark.parametrize("dtype,dim", [(torch.uint8, 24), (torch.float32, 1)], ids=str)

@@ -29,18 +29,31 @@ def fresh_plans() -> Iterator[None]:
     plan.plan.cache_clear()
 
 
-def shrink(monkeypatch: pytest.MonkeyPatch, full: int = 400, **constants: int) -> None:
+def shrink(monkeypatch: pytest.MonkeyPatch, full: int = 400, halved: int = 0, crowd: int = 128, **constants: int) -> None:
     """Splits of 32 keys, at most 16 of them: small cases then have many splits, groups of them, and long splits."""
 
     def small(rows: int, *_: int) -> Config:
         block_m = config(rows, 16, 16, 2, 8).block_m
         return Config(block_m=block_m, block_n=16, split=32, max_splits=16, warps=4, stages=2, full=full)
 
-    monkeypatch.setattr(plan, "config", small)
+    def with_halves(rows: int, *_: int) -> Config:
+        c = small(rows)
+        return c if c.block_m == 64 else replace(c, halved=halved, crowd=crowd)
+
+    monkeypatch.setattr(plan, "config", with_halves)
     monkeypatch.setattr(plan, "latent_config", small)
     for name, value in constants.items():
         monkeypatch.setattr(plan, name, value)
 
+
+# Halves as units, as pairs, and in groups; walked by few programs.
+HALVES: list[dict[str, int]] = [
+    {"halved": 128, "crowd": 10**6},
+    {"halved": 128, "crowd": 0},
+    {"halved": 512, "full": 0},
+    {"halved": 128, "crowd": 10**6, "_PROGRAMS": 0},
+    {"halved": 128, "crowd": 0, "_PROGRAMS": 0},
+]
 
 TWO_HEADS = ["scale and sink", "pages of 16", "bfloat16"]
 
@@ -65,7 +78,7 @@ def test_case_in_short_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["empty sequences", "scale and sink", "window", "pages of 16"])
-@pytest.mark.parametrize("constants", [{"full": 0}, {"full": 0, "_PROGRAMS": 0}])
+@pytest.mark.parametrize("constants", [{"full": 0}, {"full": 0, "_PROGRAMS": 0}, *HALVES], ids=str)
 def test_grouped_and_walking(name: str, constants: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     shrink(monkeypatch, **constants)
     check(interpretable(name), "triton")
@@ -82,6 +95,58 @@ def test_bits_do_not_depend_on_programs(length: int, queries: int, heads: int, m
         results.append(run(c, "triton"))
     for out, lse in results[1:]:
         assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), c
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 33, 96, 127, 128, 129, 250])
+@pytest.mark.parametrize("page_size", [None, 1, 16])
+def test_bits_of_halves_do_not_depend_on_programs(length: int, page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths about 128, to which splits are halved here; with more capacity and less."""
+    c = Case(random.randrange(2**31), [length], heads_q=2, heads_kv=1, sink=True, capacity=256, page_size=page_size)
+    results = []
+    for constants in (*({**h, "halved": 128} for h in HALVES), {"halved": 128, "full": 0, "_PROGRAMS": 0}):
+        shrink(monkeypatch, **constants)
+        for capacity in (256, -(-length // 16) * 16):
+            plan.plan.cache_clear()
+            results.append(run(replace(c, capacity=capacity), "triton"))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), c
+
+
+def test_bits_of_halves_do_not_depend_on_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowd's sequences alone: halved or not, in units of halves alone and of pairs or groups in the crowd."""
+    lengths = [120, 5, 128, 0, 129, 300, 70]
+    seed = random.randrange(2**31)
+    c = Case(seed, lengths, queries=2, heads_q=2, heads_kv=1, page_size=16, capacity=304)
+    q, cache = c.q(), c.cache()
+    assert isinstance(cache, PagedKVCache)
+    crowds = []
+    for full in (10**9, 0):
+        shrink(monkeypatch, halved=128, crowd=8, full=full)
+        plan.plan.cache_clear()
+        crowds.append(decode(q, cache, return_lse=True, backend="triton"))
+    shrink(monkeypatch, halved=128, crowd=8)
+    for b in range(len(lengths)):
+        plan.plan.cache_clear()
+        lone = PagedKVCache(cache.k_pages, cache.v_pages, cache.block_table[b : b + 1], cache.lengths[b : b + 1])
+        want = decode(q[b : b + 1], lone, return_lse=True, backend="triton")
+        for crowd in crowds:
+            for one, several in zip(want, crowd, strict=True):
+                assert torch.equal(one[0], several[b]), (seed, b)
+
+
+def test_sequences_are_cut_by_their_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units and places for parts: of halves up to 128 keys, of pairs where a batch has programs enough, of groups."""
+    shrink(monkeypatch, halved=128, crowd=8)
+
+    def planned(batch: int, capacity: int) -> plan.Plan:
+        c = Case(0, [capacity] * batch, heads_q=2, heads_kv=1)
+        return launch._plan_of(_args(c.q(), c.cache()))[0]
+
+    assert [(p.programs, p.max_units, p.crowded, p.grouped) for p in (planned(1, 128), planned(8, 128), planned(1, 512))] == [
+        (8, 8, 256, 0), (4, 8, 32, 0), (16, 16, 256, 0),
+    ]  # fmt: skip
+    one = planned(3, 32)
+    assert one.grouped and one.merge is None  # both halves are one program's, which writes the result
 
 
 def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPatch) -> None:

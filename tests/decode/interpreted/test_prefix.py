@@ -100,6 +100,38 @@ def test_bits_of_crowds_whose_sequences_are_one_unit(
     check_bits(c)
 
 
+@pytest.mark.parametrize("constants", [{"crowd": 10**6}, {"crowd": 0}, {"full": 0}, {"full": 0, "_PROGRAMS": 0}], ids=str)
+@pytest.mark.parametrize(
+    "lengths,common,page_size",
+    [
+        ([120, 128, 70], [0, 96, 50], 16),  # three halves and more
+        ([120, 140, 150, 128], [0, 112, 128, 128], 16),  # to 128 keys and past them: those two share, of whole splits
+        ([250, 20, 33, 260], [0, 16, 16, 32], 8),
+        ([64, 60, 0, 61], [0, 48, 0, 0], None),
+        ([127, 127], [0, 127], 1),
+    ],
+)
+def test_bits_of_halves(
+    lengths: list[int], common: list[int], page_size: int | None, constants: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Splits of 32 keys, of 16 in sequences to 128 keys."""
+    shrink(monkeypatch, halved=128, **constants)
+    check_bits(drawn(lengths, common, page_size=page_size))
+
+
+def test_halves_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 48 keys three halves: those of the second sequence may hold anything."""
+    shrink(monkeypatch, halved=128)
+    c = drawn([70, 60], [0, 48], page_size=None)
+    cache = c.cache()
+    assert isinstance(cache, KVCache)
+    want = c.run(None, cache=cache)
+    args = args_of(c, cache, 48)
+    cache.k[1, :48], cache.v[1, :48] = float("nan"), float("nan")
+    for a, b in zip(want, launch.forward(args), strict=True):
+        assert torch.equal(a, b), c
+
+
 def test_own_keys_are_read_as_by_plain_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of what nobody shares takes the tiles and stages of plain decode, whose memory lets as many programs run."""
     for constants in ({}, GROUPED):

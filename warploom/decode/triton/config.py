@@ -23,6 +23,8 @@ class Config:
     stages: int
     group: int = 8  # splits that one program may take whole: fewer parts to store and merge
     full: int = 400  # groups of a launch from which on programs take whole ones
+    halved: int = 0  # keys of a sequence up to which its splits are halved; a multiple of the split
+    crowd: int = 0  # splits of a launch from which on a program takes both halves of one
 
 
 @cache
@@ -48,6 +50,8 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
     # 32 KiB each, and take time to write and to read. On an H100, groups against single splits, 16 rows of bf16: 512 groups 356
     # against 362 us, 256 groups 187 against 184; of FP8 on an H200 256 groups 92 against 101.
     total, group, full = (64, 4, 100) if block_m == 64 else (256, 8, 250 if pairs else 400)
+    # Where a sequence has few splits, halves of them, 16 to 64, keep more multiprocessors busy for half as long.
+    halves = 0 if block_m == 64 else min(max(power_of_two(128 // (heads_kv * row_blocks)), 16), 64)
     return Config(
         block_m=block_m,
         block_n=block_n,
@@ -57,6 +61,8 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         stages=stages,
         group=group,
         full=full,
+        halved=halves * 256,
+        crowd=128,
     )
 
 

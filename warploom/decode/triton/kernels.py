@@ -24,6 +24,7 @@ from warploom.decode.triton.parts import (
     far,
     fold,
     fold_all,
+    halves,
     key_range,
     nothing,
     place_of_token,
@@ -32,6 +33,7 @@ from warploom.decode.triton.parts import (
     shown,
     splits,
     weigh,
+    whole_splits,
 )
 from warploom.decode.triton.prefix import most_shared, own_units, shared_splits, unit_splits
 from warploom.kernels.triton.numerics import LN2, LOG2E, capped, clamp
@@ -68,6 +70,7 @@ def split_kernel(
     stride_tree,
     programs,
     grouped,
+    crowded,
     max_units,
     capacity,
     pages,
@@ -104,6 +107,7 @@ def split_kernel(
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     GROUP_SPLITS: tl.constexpr,
+    HALVED: tl.constexpr,
     PAGES: tl.constexpr,
     LEAST: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -140,8 +144,8 @@ def split_kernel(
     pid = pid // HEADS_KV
     row_block = pid % ROW_BLOCKS
     pid = pid // ROW_BLOCKS
-    program = pid % programs
-    batch = (pid // programs).to(tl.int64)
+    batch = pid.to(tl.int64)
+    program = tl.program_id(1)
 
     rows = row_block * M + tl.arange(0, M)
     t = rows // GROUP
@@ -183,13 +187,20 @@ def split_kernel(
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
+    begin = start + program * each * size
+    gathered = each > 1
+    if HALVED > 0:
+        # The two places where a program may begin are known without the length, from which pages are not to wait.
+        other = start + program * (SPLIT // 2)
+        size, units, each, lone, pair = halves(start, last, size, units, each, grouped, crowded, SPLIT, HALVED)
     if SHARED:
         shared = shared_splits(
-            pid // programs, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT,
-            MAX_SPLITS, N, LEAST,
+            pid, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT,
+            MAX_SPLITS, HALVED, N, LEAST,
         )  # fmt: skip
-        grouped = each > 1
-        units, single, groups = own_units(shared, tl.cdiv(tl.maximum(last, 0), size), grouped, GROUP_SPLITS)
+        used = whole_splits(tl.maximum(last, 0) + size - 1, size, SPLIT, HALVED, LEAST)
+        several = each
+        units, single, groups = own_units(shared, used, gathered, several, GROUP_SPLITS)
     position = length - T + t
     if TREE:
         bits = tl.load(tree_ptr + batch * stride_tree + t, mask=row_live, other=0)
@@ -224,14 +235,19 @@ def split_kernel(
 
     # Pages are read one tile ahead: then K and V never wait for them. The first ones need not wait for the length either,
     # which LEAST keeps out of `begin`: what lies past it is a slot of the table all the same.
-    begin = start + program * each * size
     if PAGES == TILE_IN_PAGE:
         page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin, capacity - 1), 0) >> page_shift))
+        if HALVED > 0:
+            nearer = tl.load(table_ptr + (tl.maximum(tl.minimum(other, capacity - 1), 0) >> page_shift))
+            page = tl.where(lone, nearer, page)
     elif PAGES == SCATTERED:
         page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin + n, capacity - 1), 0) >> page_shift))
+        if HALVED > 0:
+            nearer = tl.load(table_ptr + (tl.maximum(tl.minimum(other + n, capacity - 1), 0) >> page_shift))
+            page = tl.where(lone, nearer, page)
     if SHARED:  # noqa: SIM102 (a constexpr)
         if shared > 0:  # the first unit begins elsewhere
-            at, _ = unit_splits(program, shared, single, groups, GROUP_SPLITS)
+            at, _ = unit_splits(program, shared, single, groups, several)
             begin = at * size
             if PAGES == TILE_IN_PAGE:
                 page = tl.load(table_ptr + (tl.minimum(begin, capacity - 1) >> page_shift))
@@ -243,20 +259,34 @@ def split_kernel(
     stop = tl.maximum(units, 1) if FINAL else units
     if FINAL and SHARED:
         stop = tl.where(shared > 0, units, stop)
-    # A run of keys is a unit's, or with ALONE a split's.
+    # Known a unit at a time, whether it has two halves costs ptxas fewer registers where programs read tables too.
+    BY_UNIT: tl.constexpr = SHARED and PAGES != CONTIGUOUS
+    if HALVED > 0:
+        # The second half of a pair is not folded: no tile is its last one.
+        second = tl.where(pair, N, 0)
+    # A run of keys is a unit's, or with ALONE a split's. Else nothing is divided by a value of run time ahead of the first key.
     runs = each if ALONE else 1
-    for run in range(0, tl.cdiv(tl.maximum(stop - program, 0), programs) * runs):
-        unit = program + run // runs * programs
+    if ALONE:
+        first_run, past_run, next_run = 0, tl.cdiv(tl.maximum(stop - program, 0), programs) * runs, 1
+    else:
+        first_run, past_run, next_run = program, stop, programs
+    for run in range(first_run, past_run, next_run):
+        unit = program + run // runs * programs if ALONE else run
         if SHARED:
-            at, each = unit_splits(unit, shared, single, groups, GROUP_SPLITS)
+            at, each = unit_splits(unit, shared, single, groups, several)
             begin = at * size
         else:
             begin = start + unit * each * size
+            at = unit
+            if HALVED > 0:
+                at = tl.where(pair, 2 * unit, unit)
         end = tl.minimum(begin + each * size, last)
         if ALONE:
             begin += run % runs * size
             end = tl.minimum(begin + size, end)
-        edge = begin + size
+        edge = tl.minimum(begin + size, end)
+        if HALVED > 0 and BY_UNIT:
+            second = tl.where(pair & (edge < end), N, 0)
         acc, total, top = nothing(M, DV, SLICES)
         for tile in range(begin, end, N):
             cols = tile + n
@@ -384,15 +414,17 @@ def split_kernel(
                 acc = (tl.dot(p, v_even, acc[0] * rescale[:, None]), tl.dot(p, v_odd, acc[1] * rescale[:, None]))
             else:
                 acc = (product(p.to(v.dtype), v, acc[0] * rescale[:, None], LATENT),)
-            if not LATENT and not ALONE and tile + N >= tl.minimum(edge, end):
+            if not LATENT and not ALONE and tile + N >= edge:
                 # The end of a split: the stream of keys goes on, the softmax starts anew.
                 acc, total, top = ended(acc, total, top, PAIRS)
                 unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, acc, total, top)
-                edge += size
+                edge = tl.minimum(edge + size, end)
+                if HALVED > 0:
+                    edge += second
                 acc, total, top = nothing(M, DV, SLICES)
 
         if SHARED:
-            ahead, _ = unit_splits(unit + programs, shared, single, groups, GROUP_SPLITS)
+            ahead, _ = unit_splits(unit + programs, shared, single, groups, several)
             following = ahead * size
         else:
             following = begin + programs * each * size
@@ -407,13 +439,20 @@ def split_kernel(
         # A latent cache's units are single splits: registers hold no second accumulator of its width.
         if ALONE:
             unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, acc, total, top)
+        if HALVED > 0 and not FINAL:  # noqa: SIM102 (constexprs)
+            if (second > 0) if BY_UNIT else pair & (end > begin + size):
+                part = tl.interleave(unit_acc[0], unit_acc[1]) if PAIRS else unit_acc[0]
+                place = row * max_units + at
+                _store_part(out_ptr, lse_ptr, place, part, unit_total, unit_top, row_live, dv, dv_live, HEAD_DIM_V)
+                at += 1
+                unit_acc, unit_total, unit_top = ended(acc, total, top, PAIRS)
         if not ALONE or run % runs == runs - 1:
             if not LATENT:
                 acc, total, top = unit_acc, unit_total, unit_top
             part = tl.interleave(acc[0], acc[1]) if PAIRS else acc[0]
             place_of_row = (batch * T + t) * (HEADS_KV * GROUP) + head_q
             sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK and FINAL else None
-            place = row * max_units + (at if SHARED else unit)
+            place = row * max_units + at
             if FINAL and SHARED:
                 if shared == 0:
                     _store_result(
@@ -429,7 +468,7 @@ def split_kernel(
                 unit_acc, unit_total, unit_top = nothing(M, DV, SLICES)
     if PDL and SHARED:  # noqa: SIM102 (a constexpr)
         # What waits for this kernel relies on that one too. One program will do: the others make room.
-        if tl.program_id(0) == 0:
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             gdc_wait()
 
 
@@ -494,6 +533,7 @@ def merge_kernel(
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     GROUP_SPLITS: tl.constexpr,
+    HALVED: tl.constexpr,
     LEAST: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -510,13 +550,13 @@ def merge_kernel(
     """
     if FINAL:
         rows = 0
-        if most_shared(sequences, prefix_ptr, prefix_keys) >= SPLIT:
+        if most_shared(sequences, prefix_ptr, prefix_keys, capacity, SPLIT, MAX_SPLITS, HALVED) > 0:
             rows = sequences * heads_q * T
         for past in range(0, rows - tl.program_id(0), tl.num_programs(0)):
             _merge_row(
                 tl.program_id(0) + past, part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr,
                 heads_q, grouped, max_units, capacity, left, right, sequences, chunk, prefix_keys, T, HEAD_DIM_V, N, DV, SPLIT,
-                MAX_SPLITS, GROUP_SPLITS, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
+                MAX_SPLITS, GROUP_SPLITS, HALVED, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
             )  # fmt: skip
         if PDL:  # noqa: SIM102 (a constexpr)
             # As above.
@@ -526,8 +566,17 @@ def merge_kernel(
         _merge_row(
             tl.program_id(0), part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr, heads_q, grouped,
             max_units, capacity, left, right, sequences, chunk, prefix_keys, T, HEAD_DIM_V, N, DV, SPLIT, MAX_SPLITS,
-            GROUP_SPLITS, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
+            GROUP_SPLITS, HALVED, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
         )  # fmt: skip
+
+
+@triton.jit
+def _chain(begun, parts, totals, tops, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT parts from the FIRST on, folded one after the other into what has begun."""
+    acc, total, top = begun
+    for i in tl.static_range(FIRST, FIRST + COUNT):
+        acc, total, top = fold(acc, total, top, parts[i], totals[i], tops[i])
+    return acc, total, top
 
 
 @triton.jit
@@ -535,8 +584,8 @@ def _merge_row(
     row, part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr, heads_q, grouped, max_units, capacity,
     left, right, sequences, chunk, prefix_keys,
     T: tl.constexpr, HEAD_DIM_V: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    GROUP_SPLITS: tl.constexpr, LEAST: tl.constexpr, HAS_LEFT: tl.constexpr, AHEAD: tl.constexpr, SINK: tl.constexpr,
-    SHARED: tl.constexpr, TREE: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
+    GROUP_SPLITS: tl.constexpr, HALVED: tl.constexpr, LEAST: tl.constexpr, HAS_LEFT: tl.constexpr, AHEAD: tl.constexpr,
+    SINK: tl.constexpr, SHARED: tl.constexpr, TREE: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of `merge_kernel`."""
     batch = row // (heads_q * T)
@@ -549,17 +598,28 @@ def _merge_row(
     # Read before the wait: the split kernel let this one start only after its own wait, so the lengths are settled.
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
-    _, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
+    start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     # A group is one unit or several.
-    step = GROUP_SPLITS // each
+    step = tl.where(each == 1, GROUP_SPLITS, 1)
+    if HALVED > 0:
+        half = last - start <= HALVED
+        # Of halves, which have places of their own, two times as many are a group.
+        joined = half & (each == 1)
+        units = tl.where(joined, tl.cdiv(tl.maximum(last - start, 0), SPLIT // 2), units)
     if SHARED:
         shared = shared_splits(
-            batch, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
-        )
-        units = tl.cdiv(tl.maximum(last, 0), size)
+            batch, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, HALVED,
+            N, LEAST,
+        )  # fmt: skip
+        many = GROUP_SPLITS
+        if HALVED > 0:
+            joined = half
+            size = tl.where(half, SPLIT // 2, size)
+            many = tl.where(half, 2 * GROUP_SPLITS, GROUP_SPLITS)
+        units = whole_splits(tl.maximum(last, 0) + size - 1, size, SPLIT, HALVED, LEAST)
         if FINAL:
             units = tl.where(shared > 0, units, 0)
-        alone = tl.where(each == 1, units, tl.cdiv(shared, GROUP_SPLITS) * GROUP_SPLITS)
+        alone = tl.where(each == 1, units, tl.cdiv(shared, many) * many)
         step = GROUP_SPLITS
     part_lse_ptr += 2 * row * max_units
     part_out_ptr += row * max_units * HEAD_DIM_V
@@ -568,7 +628,8 @@ def _merge_row(
         gdc_launch_dependents()
 
     none = tl.full((1,), float("-inf"), tl.float32)
-    acc, total, top = tl.zeros((DV,), tl.float32), tl.zeros((1,), tl.float32), none
+    nothing_yet = tl.zeros((DV,), tl.float32), tl.zeros((1,), tl.float32), none
+    acc, total, top = nothing_yet
     one = tl.zeros((1,), tl.int32)
     for group in range(0, units, step * AHEAD):
         # Every load goes out before the first result is used: the merge lasts as long as what it waits for.
@@ -578,19 +639,29 @@ def _merge_row(
         for i in tl.static_range(AHEAD * GROUP_SPLITS):
             unit = group + i // GROUP_SPLITS * step + i % GROUP_SPLITS
             live = (i % GROUP_SPLITS < step) & (unit < units)
-            if SHARED and i % GROUP_SPLITS > 0:
-                live = live & (unit < alone)
+            if SHARED:
+                if i % GROUP_SPLITS > 0:
+                    live = live & (unit < alone)
+                elif HALVED > 0 and i // GROUP_SPLITS % 2 == 1:
+                    live = live & ((unit < alone) | (half == 0))
             total_of = tl.load(part_lse_ptr + 2 * unit + one, mask=live, other=0.0)
             top_of = tl.load(part_lse_ptr + 2 * unit + 1 + one, mask=live, other=float("-inf"))
             part = tl.load(part_out_ptr + unit * HEAD_DIM_V + dv, mask=dv_live & live, other=0.0)
             parts += (part,)  # type: ignore[assignment]
             totals += (total_of,)  # type: ignore[assignment]
             tops += (top_of,)  # type: ignore[assignment]
-        for g in tl.static_range(AHEAD):
-            group_acc, group_total, group_top = tl.zeros((DV,), tl.float32), tl.zeros((1,), tl.float32), none
-            for i in tl.static_range(g * GROUP_SPLITS, (g + 1) * GROUP_SPLITS):
-                group_acc, group_total, group_top = fold(group_acc, group_total, group_top, parts[i], totals[i], tops[i])
-            acc, total, top = fold(acc, total, top, group_acc, group_total, group_top)
+        for g in tl.static_range(0, AHEAD, 2 if HALVED > 0 else 1):
+            part, part_total, part_top = _chain(nothing_yet, parts, totals, tops, g * GROUP_SPLITS, GROUP_SPLITS)
+            before, before_total, before_top = acc, total, top
+            acc, total, top = fold(acc, total, top, part, part_total, part_top)
+            if HALVED > 0:  # noqa: SIM102 (a constexpr)
+                if group + (g + 1) * step < units:
+                    # Of halves the group goes on. Few parts are spared these steps.
+                    begun = tl.where(joined, part, 0.0), tl.where(joined, part_total, 0.0), tl.where(joined, part_top, none)
+                    acc, total = tl.where(joined, before, acc), tl.where(joined, before_total, total)
+                    top = tl.where(joined, before_top, top)
+                    part, part_total, part_top = _chain(begun, parts, totals, tops, (g + 1) * GROUP_SPLITS, GROUP_SPLITS)
+                    acc, total, top = fold(acc, total, top, part, part_total, part_top)
     if SINK:
         sink = tl.load(sink_ptr + head + one).to(tl.float32) * LOG2E
         acc, total, top = add_sink(acc, total, top, sink)

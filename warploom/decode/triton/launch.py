@@ -25,6 +25,7 @@ class SplitNumbers(NamedTuple):
     stride_tree: int
     programs: int
     grouped: int
+    crowded: int
     max_units: int
     capacity: int
     pages: int
@@ -227,6 +228,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
         stride_tree=0 if tree is None or tree.shape[0] == 1 else queries * (2 if args.measures_paths else 1),
         programs=p.programs,
         grouped=p.grouped,
+        crowded=p.crowded,
         max_units=p.max_units,
         capacity=capacity,
         pages=pages,

@@ -20,9 +20,9 @@ SCATTERED = tl.constexpr(3)
 SCALARS = [
     "lengths_ptr", "table_ptr", "sink_ptr", "tree_ptr", "k_scale_ptr", "v_scale_ptr", "bias_ptr", "stride_qb", "stride_qt",
     "stride_qh", "stride_kb", "stride_kn", "stride_kh", "stride_vb", "stride_vn", "stride_vh", "stride_table", "stride_tree",
-    "programs", "grouped", "max_units", "capacity", "pages", "page_shift", "page_mask", "left", "right", "stride_ksb",
-    "stride_ksn", "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh", "stride_bias_b", "stride_bias_h", "stride_bias_k",
-    "bias_entries", "bias_origin", "prefix_ptr", "sequences", "chunk", "prefix_keys",
+    "programs", "grouped", "crowded", "max_units", "capacity", "pages", "page_shift", "page_mask", "left", "right",
+    "stride_ksb", "stride_ksn", "stride_ksh", "stride_vsb", "stride_vsn", "stride_vsh", "stride_bias_b", "stride_bias_h",
+    "stride_bias_k", "bias_entries", "bias_origin", "prefix_ptr", "sequences", "chunk", "prefix_keys",
 ]  # fmt: skip
 
 
@@ -74,12 +74,26 @@ def place_of_token(
 
 
 @triton.jit
-def split_size(keys, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr):
-    """Keys of a split of so many: SPLIT, or as many more, in whole tiles, as leave MAX_SPLITS splits."""
+def split_size(keys, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, HALVED: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr):
+    """Keys of a split of so many: SPLIT, half of it to HALVED keys, or as many more, in whole tiles, as leave MAX_SPLITS."""
+    size = keys * 0 + SPLIT
+    if not LEAST:
+        size = tl.where(keys > SPLIT * MAX_SPLITS, tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N, SPLIT)
+    if HALVED > 0:
+        size = tl.where(keys <= HALVED, SPLIT // 2, size)
+    return size
+
+
+@triton.jit
+def whole_splits(keys, size, SPLIT: tl.constexpr, HALVED: tl.constexpr, LEAST: tl.constexpr):
+    """keys // size of a size that `split_size` gave; no division by a value of run time where that can be."""
     if LEAST:
-        return keys * 0 + SPLIT
+        whole = keys // SPLIT
+        if HALVED > 0:
+            whole = tl.where(size == SPLIT, whole, keys // (SPLIT // 2))
+        return whole
     else:
-        return tl.where(keys > SPLIT * MAX_SPLITS, tl.cdiv(tl.cdiv(keys, MAX_SPLITS), N) * N, SPLIT)
+        return keys // size
 
 
 @triton.jit
@@ -87,11 +101,12 @@ def splits(
     first, last, grouped, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, GROUP_SPLITS: tl.constexpr, N: tl.constexpr,
     LEAST: tl.constexpr,
 ):  # fmt: skip
-    """How a sequence is cut: start of split 0, keys of a split, units that hold keys, splits of a unit.
+    """How a sequence is cut, halves aside: start of split 0, keys of a split, units that hold keys, splits of a unit.
 
     Cuts fall on whole tiles, so tiles fall alike everywhere. A unit, what one program computes and stores, is a split or a
     group of GROUP_SPLITS; which one changes no bit (see `fold`). Groups of long splits would leave too few units, and
-    programs unlike work where lengths differ. LEAST: no sequence that fits has splits of more than SPLIT keys.
+    programs unlike work where lengths differ. LEAST: no sequence that fits has splits of more than SPLIT keys. Sequences to
+    HALVED keys have each split in two (`halves`).
     """
     start = first // N * N
     keys = tl.maximum(last - start, 0)
@@ -100,12 +115,27 @@ def splits(
     if LEAST:
         size = SPLIT
     else:
-        size = split_size(keys, SPLIT, MAX_SPLITS, N, LEAST)
+        size = split_size(keys, SPLIT, MAX_SPLITS, 0, N, LEAST)
         # No key is asked for before this is known: the usual length is spared the division by a value of run time.
         if keys > SPLIT * MAX_SPLITS:
             used = tl.cdiv(keys, size)
         each = tl.where(size <= 2 * SPLIT, each, 1)
-    return start, size, tl.cdiv(used, each), each
+    return start, size, tl.where(each == 1, used, tl.cdiv(used, GROUP_SPLITS)), each
+
+
+@triton.jit
+def halves(start, last, size, units, each, grouped, crowded, SPLIT: tl.constexpr, HALVED: tl.constexpr):
+    """`splits`, those of a short sequence halved: keys of a split, units, splits of a unit; whether units are halves, or pairs.
+
+    A program takes whole groups as ever, and otherwise a half, or from ``crowded`` keys on both halves of a split: a pair,
+    which it stores as two parts.
+    """
+    keys = last - start
+    half = keys <= HALVED
+    lone = half & (grouped == 0) & (keys < crowded)
+    units = tl.where(lone, tl.cdiv(tl.maximum(keys, 0), SPLIT // 2), units)
+    each = tl.where(half & (lone == 0), 2 * each, each)
+    return tl.where(half, SPLIT // 2, size), units, each, lone, half & (grouped == 0) & (lone == 0)
 
 
 @triton.jit

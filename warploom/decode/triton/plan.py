@@ -25,8 +25,8 @@ _SHARING = 264
 _MERGING = 1024
 # What `share_kernel` is compiled for of the split kernel's constants.
 _SHARE = (
-    "T", "HEADS_KV", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "M", "N", "D", "DV", "SPLIT", "MAX_SPLITS", "PAGES", "LEAST", "SOFTCAP",
-    "TREE", "TREE_DEPTHS", "FP8", "PAIRS", "BIAS", "UNIT", "PDL", "launch_pdl", "num_warps",
+    "T", "HEADS_KV", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "M", "N", "D", "DV", "SPLIT", "MAX_SPLITS", "HALVED", "PAGES", "LEAST",
+    "SOFTCAP", "TREE", "TREE_DEPTHS", "FP8", "PAIRS", "BIAS", "UNIT", "PDL", "launch_pdl", "num_warps",
 )  # fmt: skip
 # Parts that the merge loads at once, whole groups of them.
 _AHEAD = 16
@@ -78,6 +78,7 @@ class Plan:
     merge_grid: tuple[int, int]
     programs: int  # of a sequence, kv head and row block
     grouped: int  # 1: programs take groups of splits
+    crowded: int  # keys of a sequence from which on programs take both halves of a split
     max_units: int  # places for parts of a sequence's row
     parts: int  # in all
     split: Launch
@@ -100,13 +101,17 @@ def plan(shape: Shape) -> Plan:
     max_splits = max(min(c.max_splits, -(-reach // c.split)), 1)
     row_blocks = -(-rows // c.block_m)
     pairs = s.batch * s.heads_kv * row_blocks
-    grouped = not s.latent and pairs * -(-max_splits // c.group) >= c.full
+    halves, half = min(reach, c.halved), c.split // 2
+    # Both halves of a lone split are one program's, which writes the result.
+    grouped = not s.latent and (pairs * -(-max_splits // c.group) >= c.full or (halves > 0 and max_splits == 1))
+    crowded = -(-c.crowd * c.split // pairs)
     # The kernels group splits of up to twice the least size; a longer sequence has a unit a split.
     if grouped and reach <= 2 * c.split * c.max_splits:
-        max_units = -(-max_splits // c.group)
+        units = max_units = -(-max_splits // c.group)
     else:
-        max_units = max_splits
-    programs = min(max_units, max(_PROGRAMS // pairs, 4))
+        units = max(max_splits, -(-min(halves, crowded) // half))
+        max_units = max(max_splits, -(-halves // half))
+    programs = min(units, max(_PROGRAMS // pairs, 4))
     final = max_units == 1
     blocks = _shared_blocks(s, c, rows, "" if s.bias is None else s.bias.kind) if max_splits > 1 else 0
     chunk = items = 0
@@ -114,8 +119,8 @@ def plan(shape: Shape) -> Plan:
         most = blocks * c.block_m // rows
         chunks = -(-s.batch // most)
         chunk = -(-s.batch // chunks)  # chunks as even as they can be
-        items = s.heads_kv * chunks * min(s.capacity // c.split, c.max_splits)
-        max_units = max_splits
+        items = s.heads_kv * chunks * max(min(s.capacity // c.split, c.max_splits), halves // half)
+        max_units = max(max_splits, -(-halves // half))
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
@@ -124,10 +129,11 @@ def plan(shape: Shape) -> Plan:
     direct = s.unit > 1 and not (s.bias and s.bias.wide)
     sharing = {n: split[n] for n in _SHARE if n in split} | {"BLOCKS": blocks, "num_stages": c.stages}
     return Plan(
-        grid=(pairs * programs, 1),
+        grid=(pairs, programs),
         merge_grid=(min(rows, _MERGING) if final else rows, -(-s.head_dim_v // merge_dim)),
         programs=programs,
         grouped=int(grouped),
+        crowded=crowded,
         max_units=max_units,
         parts=rows * max_units,
         split=Launch(split_kernel, split, direct=direct),
@@ -163,7 +169,8 @@ def described(problem: DecodeProblem) -> str:
     p = problem
     rows = p.queries * p.heads_q // p.heads_kv
     c = _config(p, rows)
-    words = f"splits of {c.split} keys, longer ones past {c.split * c.max_splits}, {c.block_m} rows × {c.block_n} keys a tile"
+    short = f"splits of {c.split // 2} keys, {c.split} past {c.halved}" if c.halved else f"splits of {c.split} keys"
+    words = f"{short}, longer ones past {c.split * c.max_splits}, {c.block_m} rows × {c.block_n} keys a tile"
     if not p.prefix:
         return words
     blocks = _shared_blocks(p, c, rows, p.bias) if p.capacity > c.split else 0
@@ -200,6 +207,7 @@ def _constants(
         "SPLIT": c.split,
         "MAX_SPLITS": c.max_splits,
         "GROUP_SPLITS": c.group,
+        "HALVED": c.halved,
         "LEAST": least,
         "HAS_LEFT": s.left is not None,
         "SINK": s.sink is not None,

@@ -24,6 +24,7 @@ from warploom.decode.triton.parts import (
     ended,
     split_size,
     weigh,
+    whole_splits,
     zeros,
 )
 from warploom.kernels.triton.numerics import LOG2E, capped, clamp, dot
@@ -32,7 +33,7 @@ from warploom.kernels.triton.numerics import LOG2E, capped, clamp, dot
 @triton.jit
 def _with_previous(
     b, paired, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T: tl.constexpr, TREE: tl.constexpr,
-    SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
+    SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, HALVED: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Leading keys that sequences b and b - 1 share, 0 where they are not ``paired``; keys of a split of b."""
     own = clamp(tl.load(lengths_ptr + b, mask=paired, other=0), 0, capacity)
@@ -45,44 +46,54 @@ def _with_previous(
     margin = tl.minimum(right + 1, 0) if TREE else right + 1
     keys = tl.minimum(keys, tl.minimum(own, before) - T + margin)
     # No window ends to the left.
-    size = split_size(tl.minimum(own, own + right), SPLIT, MAX_SPLITS, N, LEAST)
-    alike = paired & (size == split_size(tl.minimum(before, before + right), SPLIT, MAX_SPLITS, N, LEAST))
+    size = split_size(tl.minimum(own, own + right), SPLIT, MAX_SPLITS, HALVED, N, LEAST)
+    alike = paired & (size == split_size(tl.minimum(before, before + right), SPLIT, MAX_SPLITS, HALVED, N, LEAST))
     return tl.where(alike, tl.maximum(keys, 0), 0), size
 
 
 @triton.jit
 def shared_splits(
     b, sequences, chunk, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T: tl.constexpr, TREE: tl.constexpr,
-    SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
+    SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, HALVED: tl.constexpr, N: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """Leading splits of sequence b that `share_kernel` computes, with one of its neighbours in the chunk or both."""
     place = b % chunk
     last = (place == chunk - 1) | (b + 1 >= sequences)
     above, size = _with_previous(
-        b, place > 0, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
+        b, place > 0, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, HALVED, N, LEAST
     )
     below, other = _with_previous(
-        b + 1, last == 0, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
+        b + 1, last == 0, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, HALVED, N, LEAST
     )
-    return tl.maximum(above // size, below // other)
+    return tl.maximum(
+        whole_splits(above, size, SPLIT, HALVED, LEAST), whole_splits(below, other, SPLIT, HALVED, LEAST)
+    )  # fmt: skip
 
 
 @triton.jit
-def own_units(shared, used, grouped, GROUP_SPLITS: tl.constexpr):
-    """What is left to a sequence's own programs: units, how many of them are single splits, the first group's first split.
+def own_units(shared, used, grouped, each, GROUP_SPLITS: tl.constexpr):
+    """What is left to a sequence's own programs: units, how many of them are single splits, the first split of the others.
 
-    Groups that begin among shared splits are left as single splits; those behind are units as ever.
+    Groups that begin among shared splits are left as single splits; those behind are units as ever, of ``each`` splits. Units
+    that are no groups begin behind what is shared.
     """
-    edge = tl.where(grouped, tl.minimum(tl.cdiv(shared, GROUP_SPLITS) * GROUP_SPLITS, used), used)
+    edge = tl.where(grouped, tl.minimum(_units(shared, each, GROUP_SPLITS) * each, used), shared)
     single = edge - shared
-    return single + tl.cdiv(used - edge, GROUP_SPLITS), single, edge
+    return single + _units(used - edge, each, GROUP_SPLITS), single, edge
 
 
 @triton.jit
-def unit_splits(unit, shared, single, edge, GROUP_SPLITS: tl.constexpr):
+def _units(n, each, GROUP_SPLITS: tl.constexpr):
+    """tl.cdiv(n, each) of a unit's splits: one, a group, and twice as many halves."""
+    many = tl.where(each == GROUP_SPLITS, tl.cdiv(n, GROUP_SPLITS), tl.cdiv(n, 2 * GROUP_SPLITS))
+    return tl.where(each == 1, n, tl.where(each == 2, tl.cdiv(n, 2), many))
+
+
+@triton.jit
+def unit_splits(unit, shared, single, edge, each):
     """Of a unit of `own_units`: its first split, and how many splits it has at most."""
     alone = unit < single
-    return tl.where(alone, shared + unit, edge + (unit - single) * GROUP_SPLITS), tl.where(alone, 1, GROUP_SPLITS)
+    return tl.where(alone, shared + unit, edge + (unit - single) * each), tl.where(alone, 1, each)
 
 
 @triton.jit
@@ -95,12 +106,19 @@ def _rows(block, first, head, T: tl.constexpr, GROUP: tl.constexpr, M: tl.conste
 
 
 @triton.jit
-def most_shared(sequences, prefix_ptr, prefix_keys):
-    """Keys that two neighbours share, at most."""
+def most_shared(
+    sequences, prefix_ptr, prefix_keys, capacity, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, HALVED: tl.constexpr
+):  # fmt: skip
+    """Splits that two neighbours share, at most."""
     if prefix_ptr is None:
-        return prefix_keys
+        keys = prefix_keys
     else:
-        return tl.load(prefix_ptr + sequences)
+        keys = tl.load(prefix_ptr + sequences)
+    keys = tl.minimum(keys, capacity)
+    most = tl.minimum(keys // SPLIT, MAX_SPLITS)
+    if HALVED > 0:
+        most = tl.maximum(most, tl.minimum(keys, HALVED) // (SPLIT // 2))
+    return most
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -108,14 +126,15 @@ def share_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, sink_ptr, tree_ptr, k_scale_ptr, v_scale_ptr, bias_ptr, prefix_ptr, out_ptr,
     lse_ptr, whole_ptr, whole_lse_ptr, stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64, stride_kb: tl.int64,
     stride_kn: tl.int64, stride_kh: tl.int64, stride_vb: tl.int64, stride_vn: tl.int64, stride_vh: tl.int64,
-    stride_table: tl.int64, stride_tree, programs, grouped, max_units, capacity, pages, page_shift, page_mask, left, right,
-    scale, softcap, stride_ksb: tl.int64, stride_ksn: tl.int64, stride_ksh: tl.int64, stride_vsb: tl.int64,
+    stride_table: tl.int64, stride_tree, programs, grouped, crowded, max_units, capacity, pages, page_shift, page_mask, left,
+    right, scale, softcap, stride_ksb: tl.int64, stride_ksn: tl.int64, stride_ksh: tl.int64, stride_vsb: tl.int64,
     stride_vsn: tl.int64, stride_vsh: tl.int64, stride_bias_b, stride_bias_h, stride_bias_k, bias_entries, bias_origin,
     sequences, chunk, prefix_keys,
     T: tl.constexpr, HEADS_KV: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    PAGES: tl.constexpr, LEAST: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr, TREE_DEPTHS: tl.constexpr,
-    FP8: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    HALVED: tl.constexpr, PAGES: tl.constexpr, LEAST: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
+    TREE_DEPTHS: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Every split that neighbours share, once: parts of all rows that share it. It takes what `split_kernel` takes.
 
@@ -140,9 +159,8 @@ def share_kernel(
         k_ptr = k_ptr.to(tl.pointer_type(tl.int16 if WHOLE else tl.int8), bitcast=True)
         v_ptr = v_ptr.to(tl.pointer_type(tl.int16 if WHOLE else tl.int8), bitcast=True)
 
-    most = most_shared(sequences, prefix_ptr, prefix_keys)
     chunks = tl.cdiv(sequences, chunk)
-    items = HEADS_KV * chunks * tl.minimum(tl.minimum(most, capacity) // SPLIT, MAX_SPLITS)
+    items = HEADS_KV * chunks * most_shared(sequences, prefix_ptr, prefix_keys, capacity, SPLIT, MAX_SPLITS, HALVED)
     # Heads vary fastest, then chunks: programs that run at once read the same keys.
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         head = item % HEADS_KV
@@ -151,8 +169,9 @@ def share_kernel(
         base = nth % chunks * chunk
         paired = (lane > 0) & (lane < chunk) & (base + lane < sequences)
         keys, size = _with_previous(
-            base + lane, paired, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, N, LEAST
-        )
+            base + lane, paired, prefix_ptr, prefix_keys, lengths_ptr, capacity, right, T, TREE, SPLIT, MAX_SPLITS, HALVED, N,
+            LEAST,
+        )  # fmt: skip
         joined = keys // size > split
         second = tl.min(tl.where(joined, lane, END), 0)
         # Neighbours from `first` on, up to `past`, share the split; there may be several such runs in a chunk.
