@@ -45,6 +45,8 @@ from warploom.kernels.cute.columns import (
 from warploom.kernels.cute.instructions import shifted
 from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hidden_runs
 
+UNSEEING = 2  # of a step: queries of it see nothing
+
 # Behind the words of two blocks those of the steps in the ring of Q (query tile and a bit; row of the mask; the tile's number
 # in the workspaces; key block; when deterministic the turn), and of each warpgroup's dQ the number of its tile, and its turn.
 STEP_WORDS = 5
@@ -57,7 +59,7 @@ class ColumnWalk(BackwardBase):
     @property
     def words_count(self) -> int:
         """Words that warps leave each other in shared memory."""
-        count = self.runs_at + RUNS if self.config.columns else 2 * PACKED_WORDS
+        count = self.runs_at + self.kept if self.config.columns else 2 * PACKED_WORDS
         return count + SEED_WORDS if self.config.dropout else count
 
     # The walk
@@ -88,15 +90,29 @@ class ColumnWalk(BackwardBase):
     def keep_runs(self, work, member):
         """Runs of a head for ``kept_runs``, as registers have no room for them; how many tiles they are."""
         runs = self.runs(work, member)
+        runs += self.more_runs(work, runs)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(RUNS):
+            for i in cutlass.range_constexpr(self.kept):
                 work.shared.words[self.runs_at + i] = runs[i]
         cute.arch.sync_warp()
         return self.tiles_of(runs)
 
     def kept_runs(self, words: Any) -> list[Any]:
-        return [cute.arch.make_warp_uniform(words[self.runs_at + i]) for i in range(RUNS)]
+        return [cute.arch.make_warp_uniform(words[self.runs_at + i]) for i in range(self.kept)]
+
+    @property
+    def kept(self) -> int:
+        """How many numbers of a head the loader keeps."""
+        return RUNS
+
+    def more_runs(self, work: Any, runs: Any) -> list[Any]:
+        """Those behind its runs."""
+        return []
+
+    def tile_to_come(self, work: Any, runs: Any, at: Any, beside: Any) -> Any:
+        """The tile of a head with which ``at`` of them are still to come."""
+        return self.tile_at(runs, at - 1)
 
     def tiles_of(self, runs: Any) -> Any:
         """How many query tiles of a head the block sees."""
@@ -113,7 +129,7 @@ class ColumnWalk(BackwardBase):
     @cute.jit
     def is_tested(self, runs, m, seqlen_q):
         """1 if elements of a tile are to be tested."""
-        *_, whole_first, whole_end, lts_min, lte_max, uts_min, ute_max = runs
+        whole_first, whole_end, lts_min, lte_max, uts_min, ute_max = runs[6:RUNS]
         row, past = m * self.tile_m, cutlass.min((m + 1) * self.tile_m, seqlen_q)
         tested = Int32(0)
         if m < whole_first or m >= whole_end or hides_some((lts_min, 0, 0, lte_max, uts_min, 0, 0, ute_max), row, past):
@@ -160,7 +176,7 @@ class ColumnWalk(BackwardBase):
             member += abreast
             at = self.keep_runs(work, member)
         runs = self.kept_runs(work.shared.words)
-        m = self.tile_at(runs, at - 1)
+        m = self.tile_to_come(work, runs, at, beside)
         tested = self.is_tested(runs, m, work.seqlen_q)
         if const_expr(self.config.deterministic):  # noqa: SIM102
             if beside == 0:
@@ -365,20 +381,30 @@ class ColumnWalk(BackwardBase):
 
     @cute.jit
     def clear_unseeing(self, r, j):
-        """Zeros in a step's tiles for queries that see nothing and hold anything but numbers, or whose dO does.
+        """Zeros in a step's tiles for the queries that ``unseeing`` finds; no product of the step has begun."""
+        if self.unseeing(r, j) == UNSEEING:
+            stage, _ = schedule.ring(j, self.stages)
+            self.clear_queries(r, self.levels(r, stage), j)
 
-        Each warp looks at all of them, so both warpgroups come to the same; no product of the step has begun.
+    @cute.jit
+    def unseeing(self, r, j):
+        """UNSEEING if queries of a step's tile see nothing and hold anything but numbers, or their dO does; else 1.
+
+        Each warp looks at all of them, so both warpgroups come to the same.
         """
-        shared, tile_m = r.shared, self.tile_m
         stage, _ = schedule.ring(j, self.stages)
-        levels = cute.make_tensor(shared.stats + stage * (2 * tile_m), cute.make_layout(tile_m))
-        odd = Int32(0)
-        for i in cutlass.range_constexpr(-(-tile_m // WARP)):
+        levels, odd, found = self.levels(r, stage), Int32(0), Int32(1)
+        for i in cutlass.range_constexpr(-(-self.tile_m // WARP)):
             row = i * WARP + cute.arch.lane_idx()
-            if levels[cutlass.min(row, tile_m - 1)] == Float32.inf:
+            if levels[cutlass.min(row, self.tile_m - 1)] == Float32.inf:
                 odd = Int32(1)
         if cute.arch.vote_any_sync(odd == 1):
-            self.clear_queries(r, levels, j)
+            found = Int32(UNSEEING)
+        return found
+
+    def levels(self, r: Any, stage: Any) -> Any:
+        """Of the queries of a stage: lse in log2 units."""
+        return cute.make_tensor(r.shared.stats + stage * (2 * self.tile_m), cute.make_layout(self.tile_m))
 
     @cute.jit
     def clear_queries(self, r, levels, j):

@@ -20,7 +20,7 @@ from cutlass import Int32
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import ROW_THREADS
-from warploom.attention.hopper.backward_columns import ColumnWalk
+from warploom.attention.hopper.backward_join import JoinedWalk
 from warploom.attention.hopper.config import CUTS, LAST_BLOCKS, TABLE
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.columns import extrema_of, mask_row
@@ -32,7 +32,7 @@ COUNTED = schedule.MOST_PIECES + 1
 HALF = 1 << 16  # two counts share a word: of cut blocks and of the items that they add
 
 
-class Dealer(ColumnWalk):
+class Dealer(JoinedWalk):
     """The table of cut blocks, and who finds an item in it.
 
     The table stands in ``counters`` before the last one: how many items there are beyond one a block; then of each of CUTS
