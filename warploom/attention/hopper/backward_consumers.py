@@ -433,7 +433,7 @@ class Consumers(Dealer, DropoutSteps):
     def masked_step(self, r, work, j):
         """A query tile under a column mask, as the loader announced it.
 
-        Elements are tested in a step of its own: a branch while products are under way would make ptxas wait for each.
+        Elements are tested in a step of its own: a branch among its products would make ptxas wait for each.
         """
         stage, phase = schedule.ring(j, self.stages)
         if const_expr(self.looks_ahead):
@@ -457,13 +457,13 @@ class Consumers(Dealer, DropoutSteps):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a step under a column mask ends with a look at the next one, and finds its hidden elements, under dK's product."""
+        """Whether steps under a column mask end with a look at the next one, whose bits they find under the product for dK."""
         config = self.config
         return config.columns and not (config.pair or config.roles or config.dropout)
 
     @cute.jit
     def look_at(self, r, work, j):
-        """Wait for a step's queries; whether elements of it are tested, which ones are hidden, and whether queries see nothing."""
+        """Wait for a step's queries; whether elements are tested, which ones are hidden, and whether queries see nothing."""
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
         m, tested = self.announced(r.shared.words, stage)

@@ -85,7 +85,7 @@ class JoinedWalk(ColumnWalk):
 
     @cute.jit
     def tile_to_come(self, work, runs, at, beside):
-        """As ``ColumnWalk`` has it, with tiles skipped that come last, in turns; and leaves word of it, if no block began since."""
+        """As ``ColumnWalk`` has it: runs in turns, what was skipped last; leaves word of it, if none of the slice began since."""
         m = Int32(0)
         if const_expr(self.config.dealt):
             words, (before, skipped, left) = work.shared.words, runs[RUNS:]
