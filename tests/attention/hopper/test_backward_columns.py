@@ -31,7 +31,7 @@ from warploom import masks
 from warploom.attention.features import Features
 from warploom.attention.hopper.config import LAST_BLOCKS, TABLE
 from warploom.attention.hopper.plan import backward_config
-from warploom.attention.hopper.schedule import guided_pieces, in_turns, sections
+from warploom.attention.hopper.schedule import guided_pieces, sections
 from warploom.masks import Mask, tiles
 from warploom.runtime import modules
 
@@ -318,51 +318,30 @@ def test_pieces_of_cut_blocks_add_up(name: str, heads: int, built: Built) -> Non
         assert sorted(filter(None, orders)) == [list(range(kept))] * (8 if kept > 1 else 0)
 
 
-def walked(name: str, resolved: Any, seqlen_q: int, seqlen_k: int) -> dict[int, list[tuple[int, int]]]:
-    """By first key the (row, head) of its block's steps, in order, where one processor does one block after the other."""
-    config, rows = COLUMNS[name], range(0, seqlen_q, COLUMNS[name].tile_m)
-    bounds, edges = tiles.column_bounds(resolved, seqlen_q, seqlen_k, 128), tiles.block_edges(seqlen_k, 128)
-    stops = [min(row + config.tile_m, seqlen_q) for row in rows]
-    classes = [
-        tiles.classify_row_block(bounds, edges, row, stop, resolved.left, resolved.right, seqlen_q, seqlen_k)[0, 0]
-        for row, stop in zip(rows, stops, strict=True)
-    ]
-    seen = [[m for m in range(len(rows)) if classes[m][n] != tiles.HIDDEN] for n in range(len(edges) - 1)]
-    last = [own[-1:] for own in seen]
-    found, place = {}, 0
-    for n, own in enumerate(seen):
-        slides = 0 < n < len(seen) - 1 and last[n - 1] != last[n] != last[n + 1]
-        if slides:
-            found[128 * n] = [(rows[m], head) for head in range(2) for m in reversed(own)]
-        else:
-            gaps = [i for i in range(1, len(own)) if own[i] - own[i - 1] > 1]
-            before = max(gaps, default=0)
-            order = [own[in_turns(i, len(own), before, choose)] for i in range(len(own))]
-            if n and place in own[before:]:
-                skipped = order.index(place)
-                order = order[skipped:] + order[:skipped]
-            place = next((m for m in reversed(order) if m in own[before:]), place)
-            found[128 * n] = [(rows[m], (n + i) % 2) for m in order for i in range(2)]
-    return found
-
-
 @builds
-@pytest.mark.parametrize("sliding", [False, True])
-@pytest.mark.parametrize(("name", "two_runs"), [("head_dim 128", True), ("head_dim 64, causal", False)])
-def test_blocks_begin_where_the_one_before_stands(name: str, two_runs: bool, sliding: bool, built: Built) -> None:
-    """The last run and what comes before it take turns; where the last tile slides, one head comes after the other."""
-    seqlen_q, blocks = 660, 6
-    first = torch.arange(blocks).repeat_interleave(128)
-    lts, lte = (torch.full((blocks * 128,), seqlen_q) for _ in range(2))
-    if sliding:
-        lts = 100 * first + 160
-    elif two_runs:
-        lts, lte = 64 * first + 130, 64 * first + 390
-    vectors = (lts[None, None].int(), lte[None, None].int())
-    mask = masks.ColumnMask(*vectors, causal=COLUMNS[name].right).resolve(seqlen_q, blocks * 128)
-    expected = walked(name, mask, seqlen_q, blocks * 128)
-    traced, bounds = built.traced(name), fine_and_coarse(mask, seqlen_q, blocks * 128)
-    launch = backward(traced, COLUMNS[name], seqlen_q, blocks * 128, 1, bounds=bounds)
+@pytest.mark.parametrize("kind", ["together", "sliding", "two runs"])
+def test_heads_go_abreast_or_one_after_the_other(kind: str, built: Built) -> None:
+    """The latter where neighbours do not come to one tile at one time; the last tile first."""
+    name, seqlen_q, blocks = "head_dim 128", 660, 5
+    first, end = torch.arange(blocks).repeat_interleave(128), torch.full((blocks * 128,), seqlen_q)
+    hidden = {"together": (end, end), "sliding": (100 * first + 160, end), "two runs": (64 * first + 130, 64 * first + 390)}
+    lts, lte = hidden[kind]
+    mask = masks.ColumnMask(lts[None, None].int(), lte[None, None].int()).resolve(seqlen_q, blocks * 128)
+    wide, edges = tiles.column_bounds(mask, seqlen_q, blocks * 128, 128), tiles.block_edges(blocks * 128, 128)
+    expected = defaultdict(list)
+    for n in range(blocks):
+        rows = [
+            row
+            for row in reversed(range(0, seqlen_q, 64))
+            if tiles.classify_row_block(wide, edges, row, min(row + 64, seqlen_q), None, None, seqlen_q, blocks * 128)[0, 0, n]
+            != tiles.HIDDEN
+        ]
+        if kind == "together" or (kind == "sliding" and n in (0, blocks - 1)):
+            expected[128 * n] = [(row, (n + i) % 2) for row in rows for i in range(2)]
+        else:
+            expected[128 * n] = [(row, head) for head in range(2) for row in rows]
+    traced = built.traced(name)
+    launch = backward(traced, COLUMNS[name], seqlen_q, blocks * 128, 1, bounds=fine_and_coarse(mask, seqlen_q, blocks * 128))
     machine = Agreeing(traced.kernel, launch, random.randrange(2**32), 1).run()
     found = defaultdict(list)
     for key, step in multiplied(machine, "v", "do"):

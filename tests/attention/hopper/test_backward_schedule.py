@@ -14,9 +14,7 @@ from warploom.attention.hopper.schedule import (
     PIECES,
     guided_pieces,
     handed_out,
-    in_turns,
     in_waves,
-    place_in_turns,
     section,
     sections,
     stream_k,
@@ -126,19 +124,6 @@ def test_one_long_block_does_not_outlast_the_others() -> None:
 @pytest.mark.parametrize("left", [1, 100, 10**6, 2**31 - 1])
 def test_short_blocks_stay_whole(left: int) -> None:
     assert guided_pieces(FEWEST_STEPS, left, 1, 132, choose) == guided_pieces(0, left, 0, 132, choose) == 1
-
-
-@pytest.mark.parametrize("tiles", [1, 2, 7, 16])
-def test_runs_take_turns(tiles: int) -> None:
-    """Every tile once, the last one first; of tiles behind the first ones it is known when they come."""
-    for before in range(tiles):
-        order = [in_turns(place, tiles, before, choose) for place in range(tiles)]
-        assert sorted(order) == list(range(tiles)) and order[0] == tiles - 1
-        late, early = ([i for i in order if (i >= before) == part] for part in (True, False))
-        assert late == sorted(late, reverse=True) and early == sorted(early, reverse=True)
-        turns = [i >= before for i in order[: 2 * min(before, tiles - before)]]
-        assert turns == [True, False] * (len(turns) // 2)
-        assert [order.index(i) for i in late] == [place_in_turns(i, tiles, before, choose) for i in late]
 
 
 # Key heads and blocks of each: sections and waves.

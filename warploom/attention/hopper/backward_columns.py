@@ -46,6 +46,7 @@ from warploom.kernels.cute.instructions import shifted
 from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hidden_runs
 
 UNSEEING = 2  # of a step: queries of it see nothing
+DEAD, APART = 1, 2  # bits of a block: keys of it may be dead; heads of the group go one after the other
 
 # Behind the words of two blocks those of the steps in the ring of Q (query tile and a bit; row of the mask; the tile's number
 # in the workspaces; key block; when deterministic the turn), and of each warpgroup's dQ the number of its tile, and its turn.
@@ -59,7 +60,7 @@ class ColumnWalk(BackwardBase):
     @property
     def words_count(self) -> int:
         """Words that warps leave each other in shared memory."""
-        count = self.runs_at + self.kept if self.config.columns else 2 * PACKED_WORDS
+        count = self.runs_at + RUNS if self.config.columns else 2 * PACKED_WORDS
         return count + SEED_WORDS if self.config.dropout else count
 
     # The walk
@@ -90,29 +91,15 @@ class ColumnWalk(BackwardBase):
     def keep_runs(self, work, member):
         """Runs of a head for ``kept_runs``, as registers have no room for them; how many tiles they are."""
         runs = self.runs(work, member)
-        runs += self.more_runs(work, runs)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(self.kept):
+            for i in cutlass.range_constexpr(RUNS):
                 work.shared.words[self.runs_at + i] = runs[i]
         cute.arch.sync_warp()
         return self.tiles_of(runs)
 
     def kept_runs(self, words: Any) -> list[Any]:
-        return [cute.arch.make_warp_uniform(words[self.runs_at + i]) for i in range(self.kept)]
-
-    @property
-    def kept(self) -> int:
-        """How many numbers of a head the loader keeps."""
-        return RUNS
-
-    def more_runs(self, work: Any, runs: Any) -> list[Any]:
-        """Those behind its runs."""
-        return []
-
-    def tile_to_come(self, work: Any, runs: Any, at: Any, beside: Any) -> Any:
-        """The tile of a head with which ``at`` of them are still to come."""
-        return self.tile_at(runs, at - 1)
+        return [cute.arch.make_warp_uniform(words[self.runs_at + i]) for i in range(RUNS)]
 
     def tiles_of(self, runs: Any) -> Any:
         """How many query tiles of a head the block sees."""
@@ -129,7 +116,7 @@ class ColumnWalk(BackwardBase):
     @cute.jit
     def is_tested(self, runs, m, seqlen_q):
         """1 if elements of a tile are to be tested."""
-        whole_first, whole_end, lts_min, lte_max, uts_min, ute_max = runs[6:RUNS]
+        *_, whole_first, whole_end, lts_min, lte_max, uts_min, ute_max = runs
         row, past = m * self.tile_m, cutlass.min((m + 1) * self.tile_m, seqlen_q)
         tested = Int32(0)
         if m < whole_first or m >= whole_end or hides_some((lts_min, 0, 0, lte_max, uts_min, 0, 0, ute_max), row, past):
@@ -158,8 +145,8 @@ class ColumnWalk(BackwardBase):
     def heads_abreast(self, work):
         """How many heads pass a query tile before the next one: those of the group if they have one mask, else one.
 
-        Blocks of neighbouring keys then read one tile at about one time. Those that come to it together begin with other
-        heads, but not where they take turns.
+        Blocks of neighbouring keys then read one tile at about one time, unless they are APART. Those that come to it together
+        begin with other heads, but not where they take turns.
         """
         first = work.head * work.group_size
         alike = self.mask_of(work, first) == self.mask_of(work, first + work.group_size - 1)
@@ -176,7 +163,7 @@ class ColumnWalk(BackwardBase):
             member += abreast
             at = self.keep_runs(work, member)
         runs = self.kept_runs(work.shared.words)
-        m = self.tile_to_come(work, runs, at, beside)
+        m = self.tile_at(runs, at - 1)
         tested = self.is_tested(runs, m, work.seqlen_q)
         if const_expr(self.config.deterministic):  # noqa: SIM102
             if beside == 0:

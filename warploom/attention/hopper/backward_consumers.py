@@ -24,11 +24,10 @@ from warploom.attention.hopper.backward_base import (
     Operands,
     Work,
 )
-from warploom.attention.hopper.backward_columns import UNSEEING
+from warploom.attention.hopper.backward_columns import DEAD, UNSEEING
 from warploom.attention.hopper.backward_deal import Dealer
 from warploom.attention.hopper.backward_distances import FAR, NEAR
 from warploom.attention.hopper.backward_dropout import DropoutSteps
-from warploom.attention.hopper.backward_join import DEAD
 from warploom.kernels.cute.barriers import BackwardBarrier, StepBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.epilogue import quad_words, store_words

@@ -85,7 +85,7 @@ class Producer(Dealer):
             if const_expr(self.config.columns):
                 steps, dead = self.count_steps(work)
                 if const_expr(self.config.dealt):
-                    dead |= self.slides(work)
+                    dead |= self.apart(work)
                 pieces = cutlass.min(pieces, cutlass.max(steps, 1))
                 first, end = steps * piece // pieces, steps * (piece + 1) // pieces
                 work = work.but(bounds=(first, dead, steps, end))

@@ -27,7 +27,7 @@ SOURCES = (
     *(f"{_HERE}/{file}.py" for file in _FORWARD),
 )
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
-_PARTS = "base", "bias", "distances", "columns", "join", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
+_PARTS = "base", "bias", "distances", "columns", "deal", "dropout", "rows", "producer", "consumers", "roles", *_PAIR
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
@@ -45,7 +45,6 @@ LAST_BLOCKS = 256
 CUTS = 512
 MOST_SLOTS = 4096  # pieces of all blocks
 TABLE = 1 + 3 * CUTS
-PLACES = 256  # words before it, of as many key heads and batches: where the block stands that began last
 
 
 MOST_LOADERS = 3  # warps of the producer warpgroup besides the scheduler
@@ -225,9 +224,9 @@ class BackwardConfig:
     def counters(self, tiles: int, split: int = 0) -> int:
         """Counters of all tiles, of the eight warps' sums of each split key block, and of persistent blocks' key blocks.
 
-        Before the last one the table of a masked call's cut key blocks, behind its places; or the order of the last ones.
+        Before the last one the table of a masked call's cut key blocks, or the order of the last ones.
         """
-        return tiles * self.states + 8 * split + (PLACES + TABLE) * self.dealt + self.ordered + int(self.persistent)
+        return tiles * self.states + 8 * split + TABLE * self.dealt + self.ordered + int(self.persistent)
 
     @property
     def ordered(self) -> int:

@@ -256,25 +256,6 @@ def handed_out(index: Any, i: Any, whole: Any, split: Any, each: Any, steps: Any
     return choose(all_steps, share, slot), choose(all_steps, 0, choose(first < 0, 0, first)), choose(all_steps, last, end)
 
 
-def in_turns(place: Any, tiles: Any, before: Any, choose: Any) -> Any:
-    """Which of a block's query ``tiles``, counted from its first, comes as number ``place``.
-
-    The last one comes first. The ``before`` first ones take turns with the others, also from their last one on.
-    """
-    after = tiles - before
-    both = choose(before < after, before, after)
-    turn, rest = place // 2, place - both
-    taken = choose(place % 2 == 0, tiles - 1 - turn, before - 1 - turn)
-    return choose(place < 2 * both, taken, choose(after > both, tiles - 1 - rest, before - 1 - rest))
-
-
-def place_in_turns(index: Any, tiles: Any, before: Any, choose: Any) -> Any:
-    """The number as which ``in_turns`` has a tile that is none of the ``before`` first ones."""
-    after, fallen = tiles - before, tiles - 1 - index
-    both = choose(before < after, before, after)
-    return fallen + choose(fallen < both, fallen, both)
-
-
 # Blocks of about one length walk the same query tiles and find them in L2, which pieces of them do less. So they are cut where
 # they are longer than LATE halves of a processor's share in what is left; others, OUTLIER times as long as the mean, where they
 # are longer than one share. No piece has fewer steps than handing its sums over is worth. 32768 keys, 8 key heads of 8 query
