@@ -319,6 +319,37 @@ def test_pieces_of_cut_blocks_add_up(name: str, heads: int, built: Built) -> Non
 
 
 @builds
+@pytest.mark.parametrize("kind", ["together", "sliding", "two runs"])
+def test_heads_go_abreast_or_one_after_the_other(kind: str, built: Built) -> None:
+    """The latter where neighbours do not come to one tile at one time; the last tile first."""
+    name, seqlen_q, blocks = "head_dim 128", 660, 5
+    first, end = torch.arange(blocks).repeat_interleave(128), torch.full((blocks * 128,), seqlen_q)
+    hidden = {"together": (end, end), "sliding": (100 * first + 160, end), "two runs": (64 * first + 130, 64 * first + 390)}
+    lts, lte = hidden[kind]
+    mask = masks.ColumnMask(lts[None, None].int(), lte[None, None].int()).resolve(seqlen_q, blocks * 128)
+    wide, edges = tiles.column_bounds(mask, seqlen_q, blocks * 128, 128), tiles.block_edges(blocks * 128, 128)
+    expected = defaultdict(list)
+    for n in range(blocks):
+        rows = [
+            row
+            for row in reversed(range(0, seqlen_q, 64))
+            if tiles.classify_row_block(wide, edges, row, min(row + 64, seqlen_q), None, None, seqlen_q, blocks * 128)[0, 0, n]
+            != tiles.HIDDEN
+        ]
+        if kind == "together" or (kind == "sliding" and n in (0, blocks - 1)):
+            expected[128 * n] = [(row, (n + i) % 2) for row in rows for i in range(2)]
+        else:
+            expected[128 * n] = [(row, head) for head in range(2) for row in rows]
+    traced = built.traced(name)
+    launch = backward(traced, COLUMNS[name], seqlen_q, blocks * 128, 1, bounds=fine_and_coarse(mask, seqlen_q, blocks * 128))
+    machine = Agreeing(traced.kernel, launch, random.randrange(2**32), 1).run()
+    found = defaultdict(list)
+    for key, step in multiplied(machine, "v", "do"):
+        found[key].append(step)
+    assert found == expected
+
+
+@builds
 @pytest.mark.parametrize(("batch", "processors", "slots"), [(1, 40, 1000), (2, 132, 1000), (2, 132, 9)])
 def test_long_blocks_are_cut(batch: int, processors: int, slots: int, built: Built) -> None:
     """As ``guided_pieces`` has it, of no more blocks than may be; of those the last ones."""

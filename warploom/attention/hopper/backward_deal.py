@@ -16,14 +16,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import ROW_THREADS
-from warploom.attention.hopper.backward_columns import ColumnWalk
+from warploom.attention.hopper.backward_columns import APART, ColumnWalk
 from warploom.attention.hopper.config import CUTS, LAST_BLOCKS, TABLE
 from warploom.kernels.cute.basics import choose
-from warploom.kernels.cute.columns import extrema_of, mask_row
+from warploom.kernels.cute.columns import extrema_by_lanes, extrema_of, mask_row
 
 MOST_BLOCKS = 4096  # that the kernel before looks at, the last ones of the call
 MOST_STEPS = (1 << 30) // MOST_BLOCKS
@@ -148,6 +148,37 @@ class Dealer(ColumnWalk):
         """Those three of a block that was read."""
         word = work.slot
         return word % CUTS, word // CUTS // COUNTED, word // CUTS % COUNTED
+
+    # The order of heads
+
+    @cute.jit
+    def apart(self, work):
+        """APART if blocks that run together do not pass the same tiles together, by the mask of the group's first head; else 0.
+
+        That is where the last tile is another one than that of the blocks on either side, as under a window, or where tiles
+        that the block does not see lie between others: neighbours come to the second run after different times (block
+        diffusion). What they read of one head fits into L2, of all heads abreast it does not.
+        """
+        side = cute.arch.lane_idx() // 8  # three blocks, eight lanes each
+        walker = cutlass.min(cutlass.max(self.walker(work) + cutlass.min(side, 2) - 1, 0), work.given.n_blocks - 1)
+        bounds = work.given.columns.bounds
+        row = mask_row(work.batch, work.head * work.group_size, work.heads_q, bounds)
+        extrema = extrema_by_lanes(bounds, row, *self.columns_of(work, walker), self.span, side * 8)
+        runs = self.runs_of(work, walker, extrema)
+        last = self.tile_at(runs, self.tiles_of(runs) - 1)
+        before, own, after = [cute.arch.shuffle_sync(last, 8 * i) for i in range(3)]
+        first, _, gap, past, other, other_past, *_ = runs
+        parted = (first < gap and gap < past and past <= last) or (first < other and other < other_past and other_past <= last)
+        parted = cute.arch.shuffle_sync(choose(parted, 1, 0), 8)
+        return choose((before != own and after != own) or parted == 1, APART, 0)
+
+    @cute.jit
+    def heads_to_pass(self, work):
+        """As ``heads_abreast``, but one where the block is APART."""
+        abreast = self.heads_abreast(work)
+        if const_expr(self.config.dealt):
+            abreast = choose(work.bounds[1] & APART > 0, 1, abreast)
+        return abreast
 
     # The order of the last key blocks
 

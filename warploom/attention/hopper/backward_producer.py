@@ -84,6 +84,8 @@ class Producer(Dealer):
             work = self.describe(given, cutlass.min(at, total - 1))
             if const_expr(self.config.columns):
                 steps, dead = self.count_steps(work)
+                if const_expr(self.config.dealt):
+                    dead |= self.apart(work)
                 pieces = cutlass.min(pieces, cutlass.max(steps, 1))
                 first, end = steps * piece // pieces, steps * (piece + 1) // pieces
                 work = work.but(bounds=(first, dead, steps, end))
@@ -187,7 +189,7 @@ class Producer(Dealer):
                 load_tile(keys, None, 0, shared.k_full)
         queries_bytes, stats_bytes = 2 * self.tile_m * config.head_dim, 8 * self.tile_m
         if const_expr(config.columns):
-            abreast, at, beside = self.heads_abreast(work), Int32(0), Int32(0)
+            abreast, at, beside = self.heads_to_pass(work), Int32(0), Int32(0)
             member, turned, place = -abreast, Int32(0), Int32(0)
             if const_expr(not config.deterministic):
                 turned = work.n_block % abreast

@@ -98,8 +98,8 @@ def extrema_of(bounds, row, key, past, keys):
 
 
 @cute.jit
-def extrema_by_lanes(bounds, row, key, past, keys):
-    """As ``extrema_of``, for all lanes of a warp the same: each reads one of the eight numbers."""
+def extrema_by_lanes(bounds, row, key, past, keys, first_lane=0):
+    """As ``extrema_of``, for all lanes of a warp the same, or for each eight from ``first_lane`` on: one reads one number."""
     first, last, lane = key // BLOCK, (past - 1) // BLOCK, cute.arch.lane_idx()
     own = Int32(0)
     for i in cutlass.range_constexpr(blocks_of(keys)):
@@ -108,7 +108,7 @@ def extrema_by_lanes(bounds, row, key, past, keys):
         number = cute.make_tensor(source, cute.make_layout(1))[0]
         both = choose(lane % 2 == 1, cutlass.max(own, number), cutlass.min(own, number))
         own = both if const_expr(i > 0) else number
-    return tuple([cute.arch.shuffle_sync(own, n) for n in range(8)])
+    return tuple([cute.arch.shuffle_sync(own, first_lane + n) for n in range(8)])
 
 
 @cute.jit
