@@ -45,7 +45,6 @@ from warploom.kernels.cute.columns import (
 from warploom.kernels.cute.instructions import shifted
 from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hidden_runs
 
-UNSEEING = 2  # of a step: queries of it see nothing
 DEAD, APART = 1, 2  # bits of a block: keys of it may be dead; heads of the group go one after the other
 
 # Behind the words of two blocks those of the steps in the ring of Q (query tile and a bit; row of the mask; the tile's number
@@ -368,30 +367,20 @@ class ColumnWalk(BackwardBase):
 
     @cute.jit
     def clear_unseeing(self, r, j):
-        """Zeros in a step's tiles for the queries that ``unseeing`` finds; no product of the step has begun."""
-        if self.unseeing(r, j) == UNSEEING:
-            stage, _ = schedule.ring(j, self.stages)
-            self.clear_queries(r, self.levels(r, stage), j)
+        """Zeros in a step's tiles for queries that see nothing and hold anything but numbers, or whose dO does.
 
-    @cute.jit
-    def unseeing(self, r, j):
-        """UNSEEING if queries of a step's tile see nothing and hold anything but numbers, or their dO does; else 1.
-
-        Each warp looks at all of them, so both warpgroups come to the same.
+        Each warp looks at all of them, so both warpgroups come to the same; no product of the step has begun.
         """
+        shared, tile_m = r.shared, self.tile_m
         stage, _ = schedule.ring(j, self.stages)
-        levels, odd, found = self.levels(r, stage), Int32(0), Int32(1)
-        for i in cutlass.range_constexpr(-(-self.tile_m // WARP)):
+        levels = cute.make_tensor(shared.stats + stage * (2 * tile_m), cute.make_layout(tile_m))
+        odd = Int32(0)
+        for i in cutlass.range_constexpr(-(-tile_m // WARP)):
             row = i * WARP + cute.arch.lane_idx()
-            if levels[cutlass.min(row, self.tile_m - 1)] == Float32.inf:
+            if levels[cutlass.min(row, tile_m - 1)] == Float32.inf:
                 odd = Int32(1)
         if cute.arch.vote_any_sync(odd == 1):
-            found = Int32(UNSEEING)
-        return found
-
-    def levels(self, r: Any, stage: Any) -> Any:
-        """Of the queries of a stage: lse in log2 units."""
-        return cute.make_tensor(r.shared.stats + stage * (2 * self.tile_m), cute.make_layout(self.tile_m))
+            self.clear_queries(r, levels, j)
 
     @cute.jit
     def clear_queries(self, r, levels, j):

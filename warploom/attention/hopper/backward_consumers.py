@@ -24,7 +24,7 @@ from warploom.attention.hopper.backward_base import (
     Operands,
     Work,
 )
-from warploom.attention.hopper.backward_columns import DEAD, UNSEEING
+from warploom.attention.hopper.backward_columns import DEAD
 from warploom.attention.hopper.backward_deal import Dealer
 from warploom.attention.hopper.backward_distances import FAR, NEAR
 from warploom.attention.hopper.backward_dropout import DropoutSteps
@@ -59,7 +59,6 @@ class StepOperands(Operands):
     acc_dv: Any
     hidden: Any  # what is added to a row's lse, without a band
     hidden_bits: Any  # which elements of a tile this thread's keys hide under a column mask
-    coming: Any  # 1 if elements of the next tile are tested, UNSEEING if queries of it see nothing, else 0
     ds_target: Any
     stats: Any
     past: Any  # the step past a block's last
@@ -169,9 +168,6 @@ class Consumers(Dealer, DropoutSteps):
                         member = Int32(0)
                         m += onward
         elif const_expr(config.columns):
-            if const_expr(self.looks_ahead):  # noqa: SIM102
-                if work.base < r.past:
-                    self.look_at(r, work, work.base)
             for step in cutlass.range(work.base, r.past, unroll=1):
                 self.masked_step(r, work, step)
         elif const_expr(config.stream_k):
@@ -414,7 +410,6 @@ class Consumers(Dealer, DropoutSteps):
             limits=cute.make_rmem_tensor((2, 2), Int32),
             hidden=cute.make_rmem_tensor(2, Float32),
             hidden_bits=cute.make_rmem_tensor(2, Int32) if config.columns else None,
-            coming=cute.make_rmem_tensor(1, Int32) if config.columns else None,
             ds_target=ds_target,
             drops=self.drops(work),
             alibi=self.alibi(work),
@@ -432,44 +427,20 @@ class Consumers(Dealer, DropoutSteps):
     def masked_step(self, r, work, j):
         """A query tile under a column mask, as the loader announced it.
 
-        Elements are tested in a step of its own: a branch among its products would make ptxas wait for each.
+        Elements are tested in a step of its own: a branch while products are under way would make ptxas wait for each.
         """
         stage, phase = schedule.ring(j, self.stages)
-        if const_expr(self.looks_ahead):
-            m, tested = None, r.coming[0]
-        else:
-            cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
-            m, tested = self.announced(r.shared.words, stage)
+        cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
+        m, tested = self.announced(r.shared.words, stage)
         if const_expr(self.config.dropout):
             block = work if const_expr(self.config.pair) else self.again(work)
             tile = r.shared.words[self.step_word(stage) + 2]
             self.take_head(r, block, tile // block.m_blocks - block.batch * block.heads_q)
-        if tested > 0:
-            if const_expr(self.looks_ahead):
-                if tested == UNSEEING:
-                    self.clear_queries(r, self.levels(r, stage), j)
-            else:
-                self.clear_unseeing(r, j)
+        if tested == 1:
+            self.clear_unseeing(r, j)
             self.step(r, m, j, True, work)
         else:
             self.step(r, m, j, False, work)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether steps under a column mask end with a look at the next one, whose bits they find under the product for dK."""
-        config = self.config
-        return config.columns and not (config.pair or config.roles or config.dropout)
-
-    @cute.jit
-    def look_at(self, r, work, j):
-        """Wait for a step's queries; whether elements are tested, which ones are hidden, and whether queries see nothing."""
-        stage, phase = schedule.ring(j, self.stages)
-        cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
-        m, tested = self.announced(r.shared.words, stage)
-        if tested == 1:
-            self.find_hidden(r, work, m, stage)
-            tested = self.unseeing(r, j)
-        r.coming[0] = tested
 
     @cute.jit
     def step(self, r, m, j, masked, work=None, place=NEAR):
@@ -482,7 +453,7 @@ class Consumers(Dealer, DropoutSteps):
         stage, phase = schedule.ring(j, self.stages)
         if const_expr(not config.columns):
             cute.arch.mbarrier_wait(shared.q_full + stage, phase)
-        if const_expr(config.columns and masked and not self.looks_ahead):
+        if const_expr(config.columns and masked):
             self.find_hidden(r, work, m, stage)
         if const_expr(self.fold):
             self.begin_at_delta(r, self.statistics(r, stage, 1))
@@ -541,9 +512,6 @@ class Consumers(Dealer, DropoutSteps):
         if const_expr(config.persistent):
             self.release_last(r, j, shared.k_empty)
         self.hand_over(r, j)
-        if const_expr(self.looks_ahead):  # noqa: SIM102
-            if j + 1 < r.past:
-                self.look_at(r, work, j + 1)
         warpgroup.wait_group(0)
         release(shared.q_empty + stage)
 
