@@ -263,7 +263,7 @@ def _on_gpu(call: Call, device: torch.device) -> float:
     """By events, after a collective that no rank passes before all are there; the host has queued the call by then."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     meeting = torch.zeros(1, device=device)
-    torch.cuda._sleep(HEAD_START)
+    torch.cuda._sleep(8 * HEAD_START)  # a sharded call queues some twenty kernels and collectives
     dist.all_reduce(meeting)
     start.record()
     call()

@@ -95,39 +95,27 @@ class Exchange(NamedTuple):
     """Which rows of keys go where.
 
     Attributes:
-        given: of each rank the runs of this one's rows that it sees.
+        runs: of this rank's rows those that the first rank sees, then the second one's, and so on.
         rows: all of these as numbers, int64 on the keys' device.
+        counts: how many each rank is given.
         taken: how many rows come from each rank.
     """
 
-    given: tuple[tuple[Run, ...], ...]
+    runs: list[Run]
     rows: Tensor
-    taken: tuple[int, ...]
-
-    @property
-    def runs(self) -> list[Run]:
-        return [run for some in self.given for run in some]
-
-    @property
-    def counts(self) -> list[int]:
-        """Rows that each rank is given."""
-        return [sum([b - a for a, b in some]) for some in self.given]
+    counts: list[int]
+    taken: list[int]
 
 
 class Exchanging(Pending):
     """Keys and values of some heads on their way from who holds them to every rank that sees them."""
 
     def __init__(self, group: Any, plan: Exchange, *tensors: Tensor) -> None:
-        self._sizes, first, runs = [t.shape[-1] for t in tensors], tensors[0], plan.runs
-        sent = first.new_empty((len(plan.rows), first.shape[0], *first.shape[2:-1], sum(self._sizes)))
-        for t, room in zip(tensors, sent.split(self._sizes, -1), strict=True):
-            if len(runs) <= MOST_SEGMENTS:
-                for (a, b), some in zip(runs, room.split([b - a for a, b in runs]), strict=True):
-                    some.copy_(t[:, a:b].transpose(0, 1))
-            else:
-                room.copy_(t.index_select(1, plan.rows).transpose(0, 1))
+        self._sizes = [t.shape[-1] for t in tensors]
+        # Two operations, where copies run by run would keep the host longer than they do the device.
+        sent = torch.cat(tensors, -1).index_select(1, plan.rows).transpose(0, 1).contiguous()
         self._found = sent.new_empty((sum(plan.taken), *sent.shape[1:]))
-        work = dist.all_to_all_single(self._found, sent, list(plan.taken), plan.counts, group=group, async_op=True)
+        work = dist.all_to_all_single(self._found, sent, plan.taken, plan.counts, group=group, async_op=True)
         super().__init__([work], sent)
 
     def result(self) -> list[Tensor]:
@@ -143,7 +131,7 @@ class Returning(Pending):
         self._sizes, self._plan = [t.shape[-1] for t in tensors], plan
         sent = torch.cat([t.transpose(0, 1).to(dtype) for t in tensors], -1)
         self._found = sent.new_empty((len(plan.rows), *sent.shape[1:]))
-        work = dist.all_to_all_single(self._found, sent, plan.counts, list(plan.taken), group=group, async_op=True)
+        work = dist.all_to_all_single(self._found, sent, plan.counts, plan.taken, group=group, async_op=True)
         super().__init__([work], sent)
 
     def result(self, count: int) -> list[Tensor]:

@@ -228,9 +228,13 @@ class Sharded:
     def exchange(self) -> Exchange:
         """Which keys go where for ``exchanged``."""
         before, ranks = self.keys.before(self.rank), range(len(self.keys.counts))
-        given = [tuple([(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)]) for reader in ranks]
-        taken = [sum([b - a for a, b in self.needed(self.rank, source)]) for source in ranks]
-        return Exchange(tuple(given), torch.cat([self.rows(reader) for reader in ranks]), tuple(taken))
+        given = [[(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)] for reader in ranks]
+        return Exchange(
+            [run for runs in given for run in runs],
+            torch.cat([self.rows(reader) for reader in ranks]),
+            [sum([b - a for a, b in runs]) for runs in given],
+            [sum([b - a for a, b in self.needed(self.rank, source)]) for source in ranks],
+        )
 
     @cached_property
     def most_taken(self) -> int:
