@@ -36,6 +36,7 @@ HALVES = ("bfloat16", "float16")
 # Of an lse, of one and in norm: its logarithm to base 2, of a sum with P's headroom, is rounded some four times at 8 to 16.
 LSE_SLACK, LSE_EPS = 1e-4, 4 * 2.0**-20
 SUMMED = 32  # products of an instruction
+LEAST = -1000  # below every exponent
 EXCLUSIVE = [
     *[({a, b}, reason) for group, reason in dense.ONE_OF for a in group for b in group if a < b],
     ({"packed", "dense"}, "one or the other"),
@@ -329,14 +330,30 @@ def _unscaled(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _summed(q: Tensor, k: Tensor) -> Tensor:
-    """Products of 32 numbers and the sum so far, each cut 13 bits behind the leading bit of the largest, added."""
+    """Products of 32 numbers and the sum so far, as Hopper's tensor cores add them.
+
+    Each is cut 13 bits behind the largest exponent, of a product the sum of its numbers' exponents; what they add up to is cut
+    13 bits behind its own leading bit. So it was with all of 2,048 scores of an H200, of 16 products each.
+    """
     sums = torch.zeros((), dtype=torch.float64, device=q.device).expand(*q.shape[:-1], k.shape[-2])
     for a, b in zip(q.split(SUMMED, -1), k.split(SUMMED, -1), strict=True):
         terms = torch.cat([a[..., :, None, :] * b[..., None, :, :], sums[..., None]], -1)
-        largest = terms.abs().amax(-1, keepdim=True)
-        unit = torch.exp2(torch.where(largest > 0, largest, 1.0).log2().floor() - 13)
-        sums = (torch.trunc(terms / unit) * unit).sum(-1)
+        exponents = _exponents(a)[..., :, None, :] + _exponents(b)[..., None, :, :]
+        exponents = torch.cat([exponents, _exponents(sums)[..., None]], -1)
+        largest = torch.where(terms != 0, exponents, LEAST).amax(-1, keepdim=True)
+        sums = _cut(_cut(terms, largest).sum(-1), None)
     return sums
+
+
+def _exponents(x: Tensor) -> Tensor:
+    """Of the leading bit; nothing of a zero."""
+    return torch.frexp(x)[1] - 1
+
+
+def _cut(x: Tensor, exponents: Tensor | None) -> Tensor:
+    """Without what lies more than 13 bits behind these exponents, or behind the leading bit."""
+    unit = torch.exp2((_exponents(x) if exponents is None else exponents).double() - 13)
+    return torch.trunc(x / unit) * unit
 
 
 def _weights_in_e4m3(weights: Tensor, dtype: torch.dtype) -> Tensor:
