@@ -142,11 +142,10 @@ def explain(
     backward = torch.is_grad_enabled() and any([t.requires_grad for t in (q, k, v)])
     if choice.method == "ring":
         pieces = [piece for step in range(plan.ranks) for piece in sharded.against((plan.rank - step) % plan.ranks)]
+    elif choice.method == "gather":
+        pieces = list(gather.pieces_of(sharded, args, _unit(args, sharded.whole, backend, backward))[0])
     else:
-        unit = _unit(args, sharded.whole, backend, backward)
         pieces = list(sharded.of_all(dropout))
-        if choice.method == "gather":
-            pieces = list(gather.pieces_of(sharded, args, unit)[0])
     calls = []
     for piece in pieces:
         (a, b), (c, d) = piece.rows if piece.among is None else (0, piece.among[1]), piece.keys

@@ -60,7 +60,7 @@ class Call:
         batch, rows, heads, _ = q.shape
         out = q.new_empty((batch, rows, heads, head_dim_v))
         lse = torch.empty((batch, heads, rows), dtype=local.wide(q), device=q.device)
-        if sum([b - a for a, b in [piece.rows for piece in pieces]]) < rows:
+        if sum([piece.rows[1] - piece.rows[0] for piece in pieces]) < rows:
             out.zero_()
             lse.fill_(float("-inf"))
             if sink is not None:

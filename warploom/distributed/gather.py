@@ -43,8 +43,8 @@ def head_groups(heads_kv: int, nbytes: int, backward: bool = False) -> tuple[Run
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse, fp32 or wider, of this rank's queries."""
-    found, _ = pieces_of(call.sharded, call.run.args, call.unit)
-    out, lse = call.blank(q, v.shape[-1], sink, found)
+    found = pieces_of(call.sharded, call.run.args, call.unit)
+    out, lse = call.blank(q, v.shape[-1], sink, found[0])
 
     def compute(group: Group) -> None:
         heads = group.heads
@@ -52,7 +52,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
         given = (q[:, :, heads], group.keys, group.values, some, group.pieces)
         local.write(call.run, *given, out[:, :, heads], lse[:, heads])
 
-    _by_groups(call, q, k, v, compute, call.unit)
+    _by_groups(call, q, k, v, found, compute)
     return out, lse
 
 
@@ -85,7 +85,7 @@ def backward(
             back = Returning(call.group, call.sharded.exchange, k.dtype, *of_keys)
         pending.append((group.heads_kv, back))
 
-    _by_groups(call, q, k, v, compute, backward=True)
+    _by_groups(call, q, k, v, pieces_of(call.sharded, call.run.args, None), compute, backward=True)
     finish()
     return dq, dk, dv
 
@@ -132,16 +132,17 @@ def _by_groups(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    found: tuple[tuple[Piece, ...], bool],
     compute: Callable[[Group], None],
-    unit: int | None = None,
     backward: bool = False,
 ) -> None:
-    """One group after the other; the next one's keys are on their way by then, behind this one's."""
+    """One group after the other, of what ``pieces_of`` found; the next one's keys are on their way behind this one's."""
+    pieces, in_order = found
     heads_kv, members = k.shape[2], q.shape[2] // max(k.shape[2], 1)
     runs: tuple[Run, ...] = ((0, heads_kv),)
-    if call.group is not None or unit is not None:  # bits may depend on how many heads are computed together
+    # A forward pass's bits may depend on how many heads are computed together.
+    if call.group is not None or (call.unit is not None and not backward):
         runs = head_groups(heads_kv, whole_bytes(call.keys, k, v), backward)
-    found, in_order = pieces_of(call.sharded, call.run.args, unit)
 
     def begin(n: int) -> Gathering | Exchanging | None:
         some = [t[:, :, slice(*runs[n])] for t in (k, v)]
@@ -156,7 +157,7 @@ def _by_groups(
         of_q: Run = (kv[0] * members, kv[1] * members)
         of_kv = coming.pop(0)
         keys, values = (k[:, :, slice(*kv)], v[:, :, slice(*kv)]) if of_kv is None else of_kv.result()
-        some = found if len(runs) == 1 else call.sharded.heads(found, kv, of_q, heads_kv)
+        some = pieces if len(runs) == 1 else call.sharded.heads(pieces, kv, of_q, heads_kv)
         compute(Group(slice(*of_q), slice(*kv), some, keys, values, in_order))
         del of_kv, keys, values  # before there is room for others
         if n + 2 < len(runs):

@@ -14,7 +14,7 @@ from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.distributed.pieces import Piece
 from warploom.runtime import dispatch
-from warploom.runtime.alignment import stepped
+from warploom.runtime.alignment import is_aligned
 from warploom.runtime.backend import Backend
 from warploom.runtime.op import plain
 
@@ -78,7 +78,7 @@ def _write(
 
     def make() -> Callable[..., Any] | None:
         launch = backend.bind(args)
-        direct = piece.among is None and backend.writes_into(args) and _direct(into[0])
+        direct = piece.among is None and backend.writes_into(args) and is_aligned(into[0])
         return launch if direct or launch is None else partial(_launch_and_copy, launch, own)
 
     _keep(run.launchers, key, args, make)
@@ -92,11 +92,6 @@ def _launch_and_copy(launch: Callable[..., Any], own: slice, *tensors: Tensor | 
 def _copy(found: tuple[Tensor, ...], own: slice, into: tuple[Tensor, Tensor]) -> None:
     into[0].copy_(found[0][:, own])
     into[1].copy_(found[1][:, :, own])
-
-
-def _direct(into: Tensor) -> bool:
-    """Whether a kernel may write there that asks for whole 16 bytes."""
-    return stepped(into) and into.data_ptr() % 16 == 0
 
 
 def backward(

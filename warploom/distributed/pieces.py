@@ -203,6 +203,7 @@ class Sharded:
         self._all: tuple[Run, ...] = ((0, whole.seqlen_k),) if whole.seqlen_k else ()
         self._made: dict[tuple[object, ...], tuple[Piece, ...]] = {}
         self._seen: dict[int, Tensor] = {}
+        self._needed: dict[tuple[int, int], tuple[Run, ...]] = {}
         self._rows: dict[int, Tensor] = {}
         self.launchers: dict[Hashable, Any] = {}  # of its pieces, as `local.Run` has them
 
@@ -216,9 +217,9 @@ class Sharded:
         """This rank's queries against the keys that it sees, one rank's behind the other's; None: vectors cannot say it."""
         if self.whole.as_columns is None:
             return None
-        runs = [run for source in range(len(self.keys.counts)) for run in self.needed(self.rank, source)]
 
         def make() -> list[Piece]:
+            runs = [run for source in range(len(self.keys.counts)) for run in self.needed(self.rank, source)]
             piece = column_piece(self.whole, self.queries, self.rank, runs) if runs else None
             return [] if piece is None else [piece]
 
@@ -257,12 +258,14 @@ class Sharded:
 
     def needed(self, rank: int, source: int) -> tuple[Run, ...]:
         """The keys of ``source`` that ``rank`` sees something of: runs of the whole, in steps of a chunk."""
-        if rank not in self._seen:
-            self._seen[rank] = torch.nn.functional.pad(self.whole.seen_by(self.queries, rank).cumsum(0), (1, 0))
-        steps = [(at, min(at + self._chunk, b)) for a, b in self.keys.runs[source] for at in range(a, b, self._chunk)]
-        edges = torch.tensor(steps, dtype=torch.int64).view(-1, 2)
-        some = (self._seen[rank][edges[:, 1]] > self._seen[rank][edges[:, 0]]).tolist()
-        return joined([step for step, wanted in zip(steps, some, strict=True) if wanted])
+        if (rank, source) not in self._needed:
+            if rank not in self._seen:
+                self._seen[rank] = torch.nn.functional.pad(self.whole.seen_by(self.queries, rank).cumsum(0), (1, 0))
+            steps = [(at, min(at + self._chunk, b)) for a, b in self.keys.runs[source] for at in range(a, b, self._chunk)]
+            edges = torch.tensor(steps, dtype=torch.int64).view(-1, 2)
+            some = (self._seen[rank][edges[:, 1]] > self._seen[rank][edges[:, 0]]).tolist()
+            self._needed[rank, source] = joined([step for step, wanted in zip(steps, some, strict=True) if wanted])
+        return self._needed[rank, source]
 
     def rows(self, reader: int) -> Tensor:
         """Where among this rank's keys those lie that ``reader`` sees something of: int64, on the device."""

@@ -8,7 +8,12 @@ from torch import Tensor
 
 def aligned(t: Tensor) -> Tensor:
     """``t``, or a copy where it cannot be read by 16 bytes: rows of contiguous elements, every one from a 16-byte boundary."""
-    return t if stepped(t) and not t.data_ptr() & 15 else t.clone(memory_format=torch.contiguous_format)
+    return t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(t: Tensor) -> bool:
+    """Whether ``t`` can be read and written by 16 bytes as it lies."""
+    return stepped(t) and not t.data_ptr() & 15
 
 
 def stepped(t: Tensor) -> bool:

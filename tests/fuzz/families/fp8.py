@@ -341,7 +341,8 @@ def _summed(q: Tensor, k: Tensor) -> Tensor:
         exponents = _exponents(a)[..., :, None, :] + _exponents(b)[..., None, :, :]
         exponents = torch.cat([exponents, _exponents(sums)[..., None]], -1)
         largest = torch.where(terms != 0, exponents, LEAST).amax(-1, keepdim=True)
-        sums = _cut(_cut(terms, largest).sum(-1), None)
+        sums = _cut(terms, largest).sum(-1)
+        sums = _cut(sums, _exponents(sums))
     return sums
 
 
@@ -350,9 +351,9 @@ def _exponents(x: Tensor) -> Tensor:
     return torch.frexp(x)[1] - 1
 
 
-def _cut(x: Tensor, exponents: Tensor | None) -> Tensor:
-    """Without what lies more than 13 bits behind these exponents, or behind the leading bit."""
-    unit = torch.exp2((_exponents(x) if exponents is None else exponents).double() - 13)
+def _cut(x: Tensor, exponents: Tensor) -> Tensor:
+    """Without what lies more than 13 bits behind these exponents."""
+    unit = torch.exp2(exponents.double() - 13)
     return torch.trunc(x / unit) * unit
 
 

@@ -29,7 +29,8 @@ _SHARE = (
     "SOFTCAP", "TREE", "TREE_DEPTHS", "FP8", "PAIRS", "BIAS", "UNIT", "PDL", "launch_pdl", "num_warps",
 )  # fmt: skip
 # Up to so many keys of a sequence so many groups are enough for programs to take whole ones, which end without a merge: on an
-# H200 16 sequences of 1,024 took 29.2 us for 32.4, of 2,048 46.7 for 53.8 (8 key heads), unlike ones to 4,096 117 for 102.
+# H200 16 sequences of 1,024 took 29.2 us for 32.4, of 2,048 46.7 for 53.8 (8 key heads), unlike ones to 4,096 117 for 102. FP8
+# was not timed so.
 _SHORT, _FEW = 2048, 120
 # Parts that the merge loads at once, whole groups of them.
 _AHEAD = 16
@@ -105,8 +106,8 @@ def plan(shape: Shape) -> Plan:
     row_blocks = -(-rows // c.block_m)
     pairs = s.batch * s.heads_kv * row_blocks
     halves, half = min(reach, c.halved), c.split // 2
-    # Both halves of a lone split are one program's, which writes the result.
     full = min(c.full, _FEW) if reach <= _SHORT and not s.fp8 else c.full
+    # Both halves of a lone split are one program's, which writes the result.
     grouped = not s.latent and (pairs * -(-max_splits // c.group) >= full or (halves > 0 and max_splits == 1))
     crowded = -(-c.crowd * c.split // pairs)
     # The kernels group splits of up to twice the least size; a longer sequence has a unit a split.
