@@ -2,12 +2,13 @@
 
 The next heads are on their way while these are computed, on the stream that the backend keeps for its collectives; gradients
 of keys and values go back the same way, and are summed in fp32. Where keys have to be in order all ranks get all of them.
-Memory is that of two groups of heads over the whole sequence, of all heads where they are few bytes.
+Memory is that of two groups of heads over the whole sequence, of all heads where they are few bytes. A backward pass finds the
+keys that it needs where they are few beside what is kept for it anyway; else they are sent again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,83 +17,55 @@ from torch import Tensor
 from warploom.attention.problem import AttentionArgs
 from warploom.distributed import local
 from warploom.distributed.call import Call
-from warploom.distributed.collectives import Exchanging, Gathering, Returning, Scattering
-from warploom.distributed.layout import Layout, Run
+from warploom.distributed.collectives import Exchanging, Gathering, Returning, Scattering, split_beside
+from warploom.distributed.layout import Run
 from warploom.distributed.pieces import Piece, Sharded
 
 MOST_GROUPS = 4  # of heads: more would give kernels too little to do at a time
-MANY = 2**30  # bytes of all keys and values from which memory, not the kernels' ends, decides on the number of groups
+MANY = 2**30  # bytes of keys and values on a rank from which memory, not the kernels' ends, decides on the number of groups
 FIRST = 4  # of so many heads one is in a forward pass's first group, which is waited for, and hides the other one's way
+# Bytes of others' keys and values up to which all heads are one group, forward and backward: by a model, at 300 GB/s. A forward
+# pass waits for a quarter of them in two groups, whose launches and kernels' ends take 0.05 ms. A backward pass waits for half
+# of them, twice, but has two kernels' ends and copies each part of dq (0.08 ms of 8192 queries and 32 heads of 128).
+ONE, ONE_BACKWARD = 20 * 2**20, 96 * 2**20
+KEPT = 8  # others' keys and values are kept for a backward pass where they are one so-many-th of q, k, v and out at the most
 
 
-def head_groups(heads_kv: int, nbytes: int, backward: bool = False) -> tuple[Run, ...]:
-    """The heads of keys that are gathered together, ``nbytes`` of keys and values in all.
+def head_groups(heads_kv: int, nbytes: int, taken: int, backward: bool = False) -> tuple[Run, ...]:
+    """The heads of keys that are gathered together.
 
     A kernel's last tiles leave processors idle once for each group, and the first group is waited for: where memory allows
     two, a forward pass begins with few heads. Gradients of keys are computed by blocks of keys, of which few heads have too
     few, and the last group's are waited for too: those groups are alike.
+
+    Args:
+        nbytes: of keys and values that a rank has then.
+        taken: of those that the rank gets from others that gets most.
     """
-    if nbytes < MANY and not backward and heads_kv > 1:
-        first = max(heads_kv // FIRST, 1)
-        return (0, first), (first, heads_kv)
+    if nbytes < MANY:
+        if taken <= (ONE_BACKWARD if backward else ONE) or heads_kv <= 1:
+            return ((0, heads_kv),)
+        if not backward:
+            first = max(heads_kv // FIRST, 1)
+            return (0, first), (first, heads_kv)
     most = MOST_GROUPS if nbytes >= MANY else 2
     count = next(n for n in range(min(most, max(heads_kv, 1)), 0, -1) if heads_kv % n == 0)
     step = heads_kv // count
     return tuple([(n * step, (n + 1) * step) for n in range(count)])
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Out in q's dtype and lse, fp32 or wider, of this rank's queries."""
-    found = pieces_of(call.sharded, call.run.args, call.unit)
-    out, lse = call.blank(q, v.shape[-1], sink, found[0])
+class Keys(NamedTuple):
+    """What a backward pass takes of keys and values.
 
-    def compute(group: Group) -> None:
-        heads = group.heads
-        some = None if sink is None else sink[heads]
-        given = (q[:, :, heads], group.keys, group.values, some, group.pieces)
-        local.write(call.run, *given, out[:, :, heads], lse[:, heads])
+    Attributes:
+        tensors: k and v of this rank; or, side by side, what it sees of all ranks', a group of heads each.
+        gathered: whether it is the latter.
+        dims: of a head, of k and of v.
+    """
 
-    _by_groups(call, q, k, v, found, compute)
-    return out, lse
-
-
-def backward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this rank's q, k and v, in their dtypes; those of k and v are summed in fp32 or wider before."""
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    pending: list[tuple[slice, Scattering | Returning]] = []
-
-    def finish() -> None:
-        while pending:
-            heads_kv, coming = pending.pop()
-            dk[:, :, heads_kv], dv[:, :, heads_kv] = coming.result(k.shape[1])
-
-    def compute(group: Group) -> None:
-        heads = group.heads
-        row_dlse = None if dlse is None else dlse[:, heads]
-        given = (dout[:, :, heads], row_dlse, out[:, :, heads], lse[:, heads])
-        of_q, *of_keys = local.backward(call.run, q[:, :, heads], group.keys, group.values, *given, group.pieces)
-        dq[:, :, heads] = of_q
-        if call.group is None:
-            dk[:, :, group.heads_kv], dv[:, :, group.heads_kv] = of_keys
-            return
-        finish()
-        back: Scattering | Returning
-        if group.in_order:
-            back = Scattering(call.group, call.keys, call.key_places, *of_keys)
-        else:
-            back = Returning(call.group, call.sharded.exchange, k.dtype, *of_keys)
-        pending.append((group.heads_kv, back))
-
-    _by_groups(call, q, k, v, pieces_of(call.sharded, call.run.args, None), compute, backward=True)
-    finish()
-    return dq, dk, dv
-
-
-def whole_bytes(layout: Layout, k: Tensor, v: Tensor) -> int:
-    """Of all ranks' keys and values."""
-    return layout.seqlen * k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
+    tensors: tuple[Tensor, ...]
+    gathered: bool
+    dims: tuple[int, int]
 
 
 class Group(NamedTuple):
@@ -101,7 +74,8 @@ class Group(NamedTuple):
     Attributes:
         heads, heads_kv: of q and of k.
         pieces: this rank's queries against keys.
-        keys, values: of these heads; all ``in_order``, or what this rank sees of each rank's.
+        keys, values: of these heads; all in order, or what this rank sees of each rank's.
+        beside: the latter, as ``Exchanging`` found them, else None.
     """
 
     heads: slice
@@ -109,7 +83,108 @@ class Group(NamedTuple):
     pieces: tuple[Piece, ...]
     keys: Tensor
     values: Tensor
-    in_order: bool
+    beside: Tensor | None
+
+
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Keys]:
+    """Out in q's dtype and lse, fp32 or wider, of this rank's queries; and what ``backward`` takes of keys and values."""
+    found = pieces_of(call.sharded, call.run.args, call.unit)
+    out, lse = call.blank(q, v.shape[-1], sink, found[0])
+    kept: list[Tensor] | None = [] if not found[1] and _keeps(call, q, k, v) else None
+
+    def compute(group: Group) -> None:
+        heads = group.heads
+        some = None if sink is None else sink[heads]
+        given = (q[:, :, heads], group.keys, group.values, some, group.pieces)
+        local.write(call.run, *given, out[:, :, heads], lse[:, heads])
+        if kept is not None and group.beside is not None:
+            kept.append(group.beside)
+
+    keys = Keys((k, v), False, (k.shape[3], v.shape[3]))
+    _by_groups(call, q, keys, found, compute)
+    return out, lse, keys if kept is None else keys._replace(tensors=tuple(kept), gathered=True)
+
+
+def backward(
+    call: Call, q: Tensor, keys: Keys, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of this rank's q, k and v, in their dtypes or wider; those of k and v are summed in fp32 or wider."""
+    dq, dk, dv = _Heads(q.shape[2]), *[_Heads(keys_heads(keys)) for _ in range(2)]
+    pending: list[tuple[slice, Scattering | Returning]] = []
+
+    def finish() -> None:
+        while pending:
+            heads_kv, coming = pending.pop()
+            put(heads_kv, coming.result(call.keys.counts[call.rank]))
+
+    def put(heads_kv: slice, of_keys: Sequence[Tensor]) -> None:
+        for whole, part in zip((dk, dv), of_keys, strict=True):
+            whole.put(heads_kv, part, q.dtype)
+
+    def compute(group: Group) -> None:
+        heads = group.heads
+        row_dlse = None if dlse is None else dlse[:, heads]
+        given = (dout[:, :, heads], row_dlse, out[:, :, heads], lse[:, heads])
+        of_q, *of_keys = local.backward(call.run, q[:, :, heads], group.keys, group.values, *given, group.pieces)
+        if call.group is None:
+            put(group.heads_kv, of_keys)
+        else:
+            finish()
+            back: Scattering | Returning
+            if group.beside is None:
+                back = Scattering(call.group, call.keys, call.key_places, *of_keys)
+            else:
+                back = Returning(call.group, call.sharded.exchange, q.dtype, *of_keys)
+            pending.append((group.heads_kv, back))
+        dq.put(heads, of_q, q.dtype)
+
+    _by_groups(call, q, keys, pieces_of(call.sharded, call.run.args, None), compute, backward=True)
+    finish()
+    return dq.whole, dk.whole, dv.whole
+
+
+class _Heads:
+    """A gradient of all ``heads``, which come in groups: one group is not copied."""
+
+    whole: Tensor
+
+    def __init__(self, heads: int) -> None:
+        self._heads = heads
+
+    def put(self, heads: slice, part: Tensor, dtype: torch.dtype) -> None:
+        if part.shape[2] == self._heads:
+            self.whole = part
+            return
+        if heads.start == 0:
+            batch, rows, _, head_dim = part.shape
+            self.whole = part.new_empty((batch, rows, self._heads, head_dim), dtype=dtype)
+        self.whole[:, :, heads] = part
+
+
+def keys_heads(keys: Keys) -> int:
+    """Key heads in all."""
+    return sum([t.shape[2] for t in keys.tensors]) if keys.gathered else keys.tensors[0].shape[2]
+
+
+def gathered_bytes(sharded: Sharded, token: int, in_order: bool) -> tuple[int, int]:
+    """Of keys and values that the rank has that gets most from others, and of those that it gets: of so many a key.
+
+    In order they are those of the whole sequence, and so is the number of groups, whatever the number of ranks.
+    """
+    if in_order:
+        return (sharded.keys.seqlen * token,) * 2
+    taken = sharded.most_taken * token
+    return taken + sharded.keys.longest * token, taken
+
+
+def _keeps(call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether what ``Exchanging`` finds stays for the backward pass, the same on every rank."""
+    if call.group is None or not call.run.backward:
+        return False
+    dims, size = k.shape[3] + v.shape[3], q.shape[0] * q.element_size()
+    token_q, token_kv = q.shape[2] * dims * size, k.shape[2] * dims * size
+    anyway = call.queries.longest * token_q + call.keys.longest * token_kv
+    return call.sharded.most_taken * token_kv * KEPT <= anyway
 
 
 def pieces_of(sharded: Sharded, args: AttentionArgs, unit: int | None) -> tuple[tuple[Piece, ...], bool]:
@@ -130,35 +205,45 @@ def pieces_of(sharded: Sharded, args: AttentionArgs, unit: int | None) -> tuple[
 def _by_groups(
     call: Call,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: Keys,
     found: tuple[tuple[Piece, ...], bool],
     compute: Callable[[Group], None],
     backward: bool = False,
 ) -> None:
     """One group after the other, of what ``pieces_of`` found; the next one's keys are on their way behind this one's."""
     pieces, in_order = found
-    heads_kv, members = k.shape[2], q.shape[2] // max(k.shape[2], 1)
+    heads_kv = keys_heads(keys)
+    members = q.shape[2] // max(heads_kv, 1)
     runs: tuple[Run, ...] = ((0, heads_kv),)
     # A forward pass's bits may depend on how many heads are computed together.
     if call.group is not None or (call.unit is not None and not backward):
-        runs = head_groups(heads_kv, whole_bytes(call.keys, k, v), backward)
+        token = q.shape[0] * heads_kv * sum(keys.dims) * q.element_size()
+        runs = head_groups(heads_kv, *gathered_bytes(call.sharded, token, in_order), backward)
+    side_by_side = keys.tensors[0]
+    if keys.gathered and len(keys.tensors) > 1:
+        side_by_side = torch.cat(keys.tensors, 2)
 
     def begin(n: int) -> Gathering | Exchanging | None:
-        some = [t[:, :, slice(*runs[n])] for t in (k, v)]
-        if call.group is None:
+        if call.group is None or keys.gathered:
             return None
+        some = [t[:, :, slice(*runs[n])] for t in keys.tensors]
         if in_order:
             return Gathering(call.group, call.keys, call.key_places, *some)
         return Exchanging(call.group, call.sharded.exchange, *some)
 
     coming = [begin(n) for n in range(min(len(runs), 2))]
     for n, kv in enumerate(runs):
-        of_q: Run = (kv[0] * members, kv[1] * members)
-        of_kv = coming.pop(0)
-        keys, values = (k[:, :, slice(*kv)], v[:, :, slice(*kv)]) if of_kv is None else of_kv.result()
-        some = pieces if len(runs) == 1 else call.sharded.heads(pieces, kv, of_q, heads_kv)
-        compute(Group(slice(*of_q), slice(*kv), some, keys, values, in_order))
-        del of_kv, keys, values  # before there is room for others
+        of_q, of_kv = slice(kv[0] * members, kv[1] * members), slice(*kv)
+        on_its_way, beside = coming.pop(0), None
+        if isinstance(on_its_way, Gathering):
+            k, v = on_its_way.result()
+        elif isinstance(on_its_way, Exchanging) or keys.gathered:
+            beside = side_by_side[:, :, of_kv] if on_its_way is None else on_its_way.result()
+            k, v = split_beside(beside, keys.dims)
+        else:
+            k, v = [t[:, :, of_kv] for t in keys.tensors]
+        some = pieces if len(runs) == 1 else call.sharded.heads(pieces, kv, (of_q.start, of_q.stop), heads_kv)
+        compute(Group(of_q, of_kv, some, k, v, beside))
+        del on_its_way, beside, k, v  # before there is room for others
         if n + 2 < len(runs):
             coming.append(begin(n + 2))

@@ -293,3 +293,8 @@ def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
         else:
             found.append((a, b))
     return tuple(found)
+
+
+def length_of(runs: Sequence[Run]) -> int:
+    """Positions of runs."""
+    return sum([b - a for a, b in runs])

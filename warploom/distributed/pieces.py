@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from warploom.distributed.collectives import Exchange
-from warploom.distributed.layout import Layout, Run, joined
+from warploom.distributed.layout import Layout, Run, joined, length_of
 from warploom.distributed.layout import whole as whole_layout
 from warploom.distributed.whole import Whole
 from warploom.masks.intervals import ResolvedMask, finish, visible_per_column
@@ -214,12 +214,12 @@ class Sharded:
         return self._placed(("gathered", dropout, unit), lambda: make(self.whole, self.queries, self.rank))
 
     def exchanged(self) -> tuple[Piece, ...] | None:
-        """This rank's queries against the keys that it sees, one rank's behind the other's; None: vectors cannot say it."""
+        """This rank's queries against the keys that it sees, as `Exchanging` brings them; None: vectors cannot say it."""
         if self.whole.as_columns is None:
             return None
 
         def make() -> list[Piece]:
-            runs = [run for source in range(len(self.keys.counts)) for run in self.needed(self.rank, source)]
+            runs = [run for source in (*self._others, self.rank) for run in self.needed(self.rank, source)]
             piece = column_piece(self.whole, self.queries, self.rank, runs) if runs else None
             return [] if piece is None else [piece]
 
@@ -228,14 +228,27 @@ class Sharded:
     @cached_property
     def exchange(self) -> Exchange:
         """Which keys go where for ``exchanged``."""
-        before, ranks = self.keys.before(self.rank), range(len(self.keys.counts))
-        given = [[(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)] for reader in ranks]
+        ranks = range(len(self.keys.counts))
+        given = [self._held(reader) if reader != self.rank else [] for reader in ranks]
+        rows, runs = [self.rows(reader) for reader in self._others], [run for runs in given for run in runs]
         return Exchange(
-            [run for runs in given for run in runs],
-            torch.cat([self.rows(reader) for reader in ranks]),
-            [sum([b - a for a, b in runs]) for runs in given],
-            [sum([b - a for a, b in self.needed(self.rank, source)]) for source in ranks],
+            runs,
+            torch.cat(rows) if rows else self.rows(self.rank)[:0],
+            [length_of(runs) for runs in given],
+            [length_of(self.needed(self.rank, source)) if source != self.rank else 0 for source in ranks],
+            self._held(self.rank),
+            any([a < past for (_, past), (a, _) in pairwise(sorted(runs))]),
+            self.most_taken == 0,
         )
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(len(self.keys.counts)) if rank != self.rank]
+
+    def _held(self, reader: int) -> list[Run]:
+        """Runs of this rank's keys that ``reader`` sees something of, as it holds them."""
+        before = self.keys.before(self.rank)
+        return list(joined([(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)]))
 
     @cached_property
     def most_taken(self) -> int:
@@ -244,7 +257,7 @@ class Sharded:
         if self.whole.as_columns is None:
             return (len(ranks) - 1) * self.keys.longest
         others = [[self.needed(reader, source) for source in ranks if source != reader] for reader in ranks]
-        return max([sum([b - a for runs in each for a, b in runs]) for each in others])
+        return max([sum(map(length_of, each)) for each in others])
 
     def of_all(self, dropout: bool) -> tuple[Piece, ...]:
         """All queries against all keys."""
@@ -270,8 +283,7 @@ class Sharded:
     def rows(self, reader: int) -> Tensor:
         """Where among this rank's keys those lie that ``reader`` sees something of: int64, on the device."""
         if reader not in self._rows:
-            before = self.keys.before(self.rank)
-            runs = [torch.arange(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)]
+            runs = [torch.arange(a, b) for a, b in self._held(reader)]
             self._rows[reader] = torch.cat(runs or [torch.arange(0)]).to(self.device)
         return self._rows[reader]
 
