@@ -261,9 +261,7 @@ def _improved(held: list[list[int]], costs: list[int], full: int, exchanges: int
     return held
 
 
-def _exchange(
-    high: list[tuple[int, int]], low: list[tuple[int, int]], wanted: float, enough: float
-) -> tuple[int, int] | None:
+def _exchange(high: list[tuple[int, int]], low: list[tuple[int, int]], wanted: float, enough: float) -> tuple[int, int] | None:
     """Which two to exchange for about the wanted cost to go over: the first pair near enough, else the nearest if it helps."""
     if not high or not low or high[-1][0] - low[0][0] <= 0:
         return None
