@@ -46,7 +46,7 @@ class Sharded:
     def check(self) -> distributed.ShardPlan:
         """By seed with the groups of heads, and the keys kept for the backward pass, of calls that send more or less."""
         rng = random.Random(self.seed)
-        limits = {"ONE": rng.choice([0, gather.ONE]), "ONE_BACKWARD": rng.choice([0, gather.ONE_BACKWARD])}
+        limits = {"END": rng.choice([-1.0, gather.END]), "ONE_BACKWARD": rng.choice([0, gather.ONE_BACKWARD])}
         with patch.multiple(gather, **limits, KEPT=rng.choice([0, 2**40])):
             return self._check()
 

@@ -23,35 +23,67 @@ from warploom.distributed.pieces import Piece, Sharded
 
 MOST_GROUPS = 4  # of heads: more would give kernels too little to do at a time
 MANY = 2**30  # bytes of keys and values on a rank from which memory, not the kernels' ends, decides on the number of groups
-FIRST = 4  # of so many heads one is in a forward pass's first group, which is waited for, and hides the other one's way
-# Bytes of others' keys and values up to which all heads are one group, forward and backward: by a model, at 300 GB/s. A forward
-# pass waits for a quarter of them in two groups, whose launches and kernels' ends take 0.05 ms. A backward pass waits for half
-# of them, twice, but has two kernels' ends and copies each part of dq (0.08 ms of 8192 queries and 32 heads of 128).
-ONE, ONE_BACKWARD = 20 * 2**20, 96 * 2**20
+FIRST = 4  # of so many heads one is in the first of two groups, where keys are in order
+# Two groups of a forward pass, by a model: seconds of an all to all, which are START and bytes at LINK (two H200, 12 to 25 MB),
+# seconds of a second launch whose end leaves processors idle, and operations a second of kernels.
+START, LINK, END, SPEED = 25e-6, 340e9, 45e-6, 700e12
+# Bytes of others' keys and values up to which all heads are one group in a backward pass, which waits for half of them twice,
+# at 300 GB/s, but has two kernels' ends and copies each part of dq (0.08 ms of 8192 queries and 32 heads of 128).
+ONE_BACKWARD = 96 * 2**20
 KEPT = 8  # others' keys and values are kept for a backward pass where they are one so-many-th of q, k, v and out at the most
 
 
-def head_groups(heads_kv: int, nbytes: int, taken: int, backward: bool = False) -> tuple[Run, ...]:
+class Amount(NamedTuple):
+    """What decides on groups of heads, the same on every rank.
+
+    Attributes:
+        nbytes: of keys and values that the rank has that gets most from others.
+        taken: of those that it gets.
+        seconds: of a rank's forward kernels, on average; None where groups may depend on the whole alone.
+    """
+
+    nbytes: int
+    taken: int
+    seconds: float | None
+
+
+def head_groups(heads_kv: int, amount: Amount, backward: bool = False) -> tuple[Run, ...]:
     """The heads of keys that are gathered together.
 
     A kernel's last tiles leave processors idle once for each group, and the first group is waited for: where memory allows
     two, a forward pass begins with few heads. Gradients of keys are computed by blocks of keys, of which few heads have too
     few, and the last group's are waited for too: those groups are alike.
-
-    Args:
-        nbytes: of keys and values that a rank has then.
-        taken: of those that the rank gets from others that gets most.
     """
-    if nbytes < MANY:
-        if taken <= (ONE_BACKWARD if backward else ONE) or heads_kv <= 1:
-            return ((0, heads_kv),)
-        if not backward:
-            first = max(heads_kv // FIRST, 1)
-            return (0, first), (first, heads_kv)
-    most = MOST_GROUPS if nbytes >= MANY else 2
-    count = next(n for n in range(min(most, max(heads_kv, 1)), 0, -1) if heads_kv % n == 0)
+    if amount.nbytes < MANY and heads_kv > 0:
+        first = max(heads_kv // FIRST, 1)
+        if backward:
+            first = heads_kv if amount.taken <= ONE_BACKWARD else (heads_kv + 1) // 2
+        elif amount.seconds is not None:
+            first = _fewest(heads_kv, amount.taken, amount.seconds)
+        return ((0, heads_kv),) if first == heads_kv else ((0, first), (first, heads_kv))
+    count = next(n for n in range(min(MOST_GROUPS, max(heads_kv, 1)), 0, -1) if heads_kv % n == 0)
     step = heads_kv // count
     return tuple([(n * step, (n + 1) * step) for n in range(count)])
+
+
+def way(nbytes: float) -> float:
+    """Seconds that so many bytes are on their way to a rank."""
+    return START + nbytes / LINK
+
+
+def _fewest(heads_kv: int, taken: int, seconds: float) -> int:
+    """Heads of the first of two groups, or all of them: those that leave least to wait for.
+
+    The first group's way is waited for, and of the others' what its kernel does not hide.
+    """
+
+    def waited(first: int) -> float:
+        share = first / heads_kv
+        if first == heads_kv:
+            return way(taken)
+        return way(taken * share) + max(0.0, way(taken * (1 - share)) - seconds * share) + END
+
+    return min(range(1, heads_kv + 1), key=waited)
 
 
 class Keys(NamedTuple):
@@ -166,15 +198,18 @@ def keys_heads(keys: Keys) -> int:
     return sum([t.shape[2] for t in keys.tensors]) if keys.gathered else keys.tensors[0].shape[2]
 
 
-def gathered_bytes(sharded: Sharded, token: int, in_order: bool) -> tuple[int, int]:
-    """Of keys and values that the rank has that gets most from others, and of those that it gets: of so many a key.
+def amount(sharded: Sharded, q: Tensor, heads_kv: int, dims: int, in_order: bool) -> Amount:
+    """Of a call: ``dims`` are those of a head of k and of v.
 
     In order they are those of the whole sequence, and so is the number of groups, whatever the number of ranks.
     """
+    batch, _, heads, _ = q.shape
+    token = batch * heads_kv * dims * q.element_size()
     if in_order:
-        return (sharded.keys.seqlen * token,) * 2
+        return Amount(sharded.keys.seqlen * token, sharded.keys.seqlen * token, None)
     taken = sharded.most_taken * token
-    return taken + sharded.keys.longest * token, taken
+    seconds = sharded.visible * batch * heads * dims * 2 / len(sharded.queries.counts) / SPEED
+    return Amount(taken + sharded.keys.longest * token, taken, seconds)
 
 
 def _keeps(call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -217,8 +252,7 @@ def _by_groups(
     runs: tuple[Run, ...] = ((0, heads_kv),)
     # A forward pass's bits may depend on how many heads are computed together.
     if call.group is not None or (call.unit is not None and not backward):
-        token = q.shape[0] * heads_kv * sum(keys.dims) * q.element_size()
-        runs = head_groups(heads_kv, *gathered_bytes(call.sharded, token, in_order), backward)
+        runs = head_groups(heads_kv, amount(call.sharded, q, heads_kv, sum(keys.dims), in_order), backward)
     side_by_side = keys.tensors[0]
     if keys.gathered and len(keys.tensors) > 1:
         side_by_side = torch.cat(keys.tensors, 2)
@@ -232,6 +266,9 @@ def _by_groups(
         return Exchanging(call.group, call.sharded.exchange, *some)
 
     coming = [begin(n) for n in range(min(len(runs), 2))]
+    # The first of two groups' own keys follow its others': a kernel that began there, before the next exchange, would leave
+    # that one no processors until its end.
+    _put_own(coming[-1])
     for n, kv in enumerate(runs):
         of_q, of_kv = slice(kv[0] * members, kv[1] * members), slice(*kv)
         on_its_way, beside = coming.pop(0), None
@@ -247,3 +284,9 @@ def _by_groups(
         del on_its_way, beside, k, v  # before there is room for others
         if n + 2 < len(runs):
             coming.append(begin(n + 2))
+            _put_own(coming[-1])
+
+
+def _put_own(coming: Gathering | Exchanging | None) -> None:
+    if isinstance(coming, Exchanging):
+        coming.put_own()

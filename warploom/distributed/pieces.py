@@ -259,6 +259,12 @@ class Sharded:
         others = [[self.needed(reader, source) for source in ranks if source != reader] for reader in ranks]
         return max([sum(map(length_of, each)) for each in others])
 
+    @cached_property
+    def visible(self) -> float:
+        """Elements that the mask shows, of all queries; on average of what batch entries and heads it has."""
+        vectors = [t.shape[0] * t.shape[1] for t in self.whole.mask.vectors if t is not None]
+        return int(self.whole.work().of_chunks(max(self.whole.seqlen_q, 1)).sum()) / max([1, *vectors])
+
     def of_all(self, dropout: bool) -> tuple[Piece, ...]:
         """All queries against all keys."""
         make = offset_pieces if dropout else partial(pieces, keys=self._all)
