@@ -15,10 +15,19 @@ import torch
 from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
-from warploom.distributed import local
+from warploom.distributed import documents, local
 from warploom.distributed.call import Call
-from warploom.distributed.collectives import Exchanging, Gathering, Returning, Scattering, split_beside
-from warploom.distributed.layout import Run
+from warploom.distributed.collectives import (
+    Exchange,
+    Exchanging,
+    Gathering,
+    Returning,
+    Scattering,
+    put_beside,
+    split_beside,
+)
+from warploom.distributed.documents import documents_of
+from warploom.distributed.layout import Run, length_of
 from warploom.distributed.pieces import Piece, Sharded
 
 MOST_GROUPS = 4  # of heads: more would give kernels too little to do at a time
@@ -30,6 +39,7 @@ START, LINK, END, SPEED = 25e-6, 340e9, 45e-6, 700e12
 # Bytes of others' keys and values up to which all heads are one group in a backward pass, which waits for half of them twice,
 # at 300 GB/s, but has two kernels' ends and copies each part of dq (0.08 ms of 8192 queries and 32 heads of 128).
 ONE_BACKWARD = 96 * 2**20
+HIDDEN = 4  # of so many seconds of documents' kernels one may be others' keys' way: those that hide it are some of them
 KEPT = 8  # others' keys and values are kept for a backward pass where they are one so-many-th of q, k, v and out at the most
 
 
@@ -90,14 +100,17 @@ class Keys(NamedTuple):
     """What a backward pass takes of keys and values.
 
     Attributes:
-        tensors: k and v of this rank; or, side by side, what it sees of all ranks', a group of heads each.
-        gathered: whether it is the latter.
+        tensors: k and v of this rank; or, side by side, what it sees of all ranks', a group of heads each; or k and v and
+            what it sees of others'.
+        gathered: whether it is one of the latter two.
         dims: of a head, of k and of v.
+        apart: whether it is the last.
     """
 
     tensors: tuple[Tensor, ...]
     gathered: bool
     dims: tuple[int, int]
+    apart: bool = False
 
 
 class Group(NamedTuple):
@@ -120,9 +133,15 @@ class Group(NamedTuple):
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Keys]:
     """Out in q's dtype and lse, fp32 or wider, of this rank's queries; and what ``backward`` takes of keys and values."""
+    keys = Keys((k, v), False, (k.shape[3], v.shape[3]))
     found = pieces_of(call.sharded, call.run.args, call.unit)
-    out, lse = call.blank(q, v.shape[-1], sink, found[0])
-    kept: list[Tensor] | None = [] if not found[1] and _keeps(call, q, k, v) else None
+    keeps = not found[1] and _keeps(call, q, k, v)
+    packed = documents_of(call.sharded) if packs(call.sharded, call.run.args, call.unit) else None
+    out, lse = call.blank(q, v.shape[-1], sink, found[0] if packed is None else packed.pieces)
+    if packed is not None:
+        others = documents.forward(call, packed, q, k, v, sink, out, lse)
+        return out, lse, keys._replace(tensors=(k, v, others), gathered=True, apart=True) if keeps else keys
+    kept: list[Tensor] | None = [] if keeps else None
 
     def compute(group: Group) -> None:
         heads = group.heads
@@ -132,7 +151,6 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
         if kept is not None and group.beside is not None:
             kept.append(group.beside)
 
-    keys = Keys((k, v), False, (k.shape[3], v.shape[3]))
     _by_groups(call, q, keys, found, compute)
     return out, lse, keys if kept is None else keys._replace(tensors=tuple(kept), gathered=True)
 
@@ -141,6 +159,8 @@ def backward(
     call: Call, q: Tensor, keys: Keys, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this rank's q, k and v, in their dtypes or wider; those of k and v are summed in fp32 or wider."""
+    if keys.apart:
+        keys = _joined(call.sharded.exchange, keys)
     dq, dk, dv = _Heads(q.shape[2]), *[_Heads(keys_heads(keys)) for _ in range(2)]
     pending: list[tuple[slice, Scattering | Returning]] = []
 
@@ -212,6 +232,15 @@ def amount(sharded: Sharded, q: Tensor, heads_kv: int, dims: int, in_order: bool
     return Amount(taken + sharded.keys.longest * token, taken, seconds)
 
 
+def _joined(exchange: Exchange, keys: Keys) -> Keys:
+    """Others' keys and values, and the rank's own, as ``Exchanging`` finds them."""
+    k, v, others = keys.tensors
+    beside = others.new_empty((len(others) + length_of(exchange.own), *others.shape[1:]))
+    beside[: len(others)] = others
+    put_beside(beside[len(others) :], (k, v), exchange.own)
+    return Keys((beside,), True, keys.dims)
+
+
 def _keeps(call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether what ``Exchanging`` finds stays for the backward pass, the same on every rank."""
     if call.group is None or not call.run.backward:
@@ -237,6 +266,20 @@ def pieces_of(sharded: Sharded, args: AttentionArgs, unit: int | None) -> tuple[
     return sharded.gathered(dropout, unit), True
 
 
+def forward_pieces(sharded: Sharded, args: AttentionArgs, unit: int | None) -> tuple[Piece, ...]:
+    """The calls of a forward pass."""
+    packed = documents_of(sharded) if packs(sharded, args, unit) else None
+    return pieces_of(sharded, args, unit)[0] if packed is None else packed.pieces
+
+
+def packs(sharded: Sharded, args: AttentionArgs, unit: int | None) -> bool:
+    """Whether a forward pass is of documents, all heads at once, which hide the way of others' keys; the same on every rank."""
+    if sharded.whole.documents is None or args.q.shape[0] != 1 or pieces_of(sharded, args, unit)[1]:
+        return False
+    found = amount(sharded, args.q, args.k.shape[2], args.k.shape[3] + args.v.shape[3], in_order=False)
+    return found.seconds is not None and way(found.taken) * HIDDEN <= found.seconds
+
+
 def _by_groups(
     call: Call,
     q: Tensor,
@@ -251,7 +294,8 @@ def _by_groups(
     members = q.shape[2] // max(heads_kv, 1)
     runs: tuple[Run, ...] = ((0, heads_kv),)
     # A forward pass's bits may depend on how many heads are computed together.
-    if call.group is not None or (call.unit is not None and not backward):
+    packed = not backward and packs(call.sharded, call.run.args, call.unit)
+    if not packed and (call.group is not None or (call.unit is not None and not backward)):
         runs = head_groups(heads_kv, amount(call.sharded, q, heads_kv, sum(keys.dims), in_order), backward)
     side_by_side = keys.tensors[0]
     if keys.gathered and len(keys.tensors) > 1:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from warploom.attention.problem import AttentionArgs
 from warploom.distributed.collectives import Exchange
 from warploom.distributed.layout import Layout, Run, joined, length_of
 from warploom.distributed.layout import whole as whole_layout
@@ -22,6 +23,15 @@ MOST_RUNS = 2
 _FEW = 16  # pairs of runs that are worth looking at for that
 
 
+class Sequences(NamedTuple):
+    """Packed sequences within a piece's rows and keys: where they start and the last one ends, int32, and the longest."""
+
+    starts_q: Tensor
+    starts_k: Tensor
+    longest_q: int
+    longest_k: int
+
+
 @dataclass(frozen=True)
 class Piece:
     """One dense call: these rows of a rank's queries, these keys of a block, under this mask.
@@ -29,6 +39,7 @@ class Piece:
     ``offset``, if there is one, is the number of the first row in the whole; rows of the mask count from the whole's first
     then, and so do the elements of dropout (`AttentionArgs.q_offset`). ``head`` is the number of the first query head in the
     whole. With ``among``, (first, count), the call has count rows: these from the first on, and others that nobody reads.
+    With ``sequences`` it is a packed call, of one batch entry.
     """
 
     rows: Run
@@ -37,6 +48,7 @@ class Piece:
     offset: int | None = None
     head: int = 0
     among: Run | None = None
+    sequences: Sequences | None = None
 
     def heads(self, kv: Run, q: Run, heads_kv: int) -> Piece:
         """Of some heads: of vectors that tell them apart theirs."""
@@ -52,7 +64,19 @@ class Piece:
     def to(self, device: torch.device) -> Piece:
         """With the vectors on a device."""
         vectors = [None if t is None else t.to(device) for t in self.mask.vectors]
-        return replace(self, mask=ResolvedMask(self.mask.left, self.mask.right, *vectors))
+        sequences = self.sequences
+        if sequences is not None:
+            starts = [t.to(device) for t in sequences[:2]]
+            sequences = sequences._replace(starts_q=starts[0], starts_k=starts[1])
+        return replace(self, mask=ResolvedMask(self.mask.left, self.mask.right, *vectors), sequences=sequences)
+
+    def packed(self, args: AttentionArgs) -> AttentionArgs:
+        """The call, whose q, k and v have a batch dimension, as one of the piece's sequences, if it has them."""
+        if self.sequences is None:
+            return args
+        starts_q, starts_k, longest_q, longest_k = self.sequences
+        args = args._replace(q=args.q[0], k=args.k[0], v=args.v[0], cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
+        return args._replace(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
 
 
 def pieces(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list[Piece]:
@@ -206,6 +230,7 @@ class Sharded:
         self._needed: dict[tuple[int, int], tuple[Run, ...]] = {}
         self._rows: dict[int, Tensor] = {}
         self.launchers: dict[Hashable, Any] = {}  # of its pieces, as `local.Run` has them
+        self.kept: dict[str, Any] = {}  # what others work out of it once
 
     def gathered(self, dropout: bool, unit: int | None = None) -> tuple[Piece, ...]:
         """This rank's queries against all keys in order; ``unit``: those of ``fixed_pieces``."""
@@ -219,7 +244,7 @@ class Sharded:
             return None
 
         def make() -> list[Piece]:
-            runs = [run for source in (*self._others, self.rank) for run in self.needed(self.rank, source)]
+            runs = [run for source in (*self.others, self.rank) for run in self.needed(self.rank, source)]
             piece = column_piece(self.whole, self.queries, self.rank, runs) if runs else None
             return [] if piece is None else [piece]
 
@@ -230,7 +255,7 @@ class Sharded:
         """Which keys go where for ``exchanged``."""
         ranks = range(len(self.keys.counts))
         given = [self._held(reader) if reader != self.rank else [] for reader in ranks]
-        rows, runs = [self.rows(reader) for reader in self._others], [run for runs in given for run in runs]
+        rows, runs = [self.rows(reader) for reader in self.others], [run for runs in given for run in runs]
         return Exchange(
             runs,
             torch.cat(rows) if rows else self.rows(self.rank)[:0],
@@ -242,7 +267,7 @@ class Sharded:
         )
 
     @property
-    def _others(self) -> list[int]:
+    def others(self) -> list[int]:
         return [rank for rank in range(len(self.keys.counts)) if rank != self.rank]
 
     def _held(self, reader: int) -> list[Run]:
