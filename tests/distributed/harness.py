@@ -44,7 +44,7 @@ class Sharded:
     device: str = "cpu"
 
     def check(self) -> distributed.ShardPlan:
-        """By seed with groups of heads, packed documents and the keys kept for the backward pass of calls that send more or less."""
+        """By seed with the groups of heads, packed documents and kept keys of calls that send more or less."""
         rng = random.Random(self.seed)
         limits = {"END": rng.choice([-1.0, gather.END]), "ONE_BACKWARD": rng.choice([0, gather.ONE_BACKWARD])}
         limits["HIDDEN"] = rng.choice([0, gather.HIDDEN])

@@ -122,7 +122,8 @@ def forward(
     found = coming.result()
     for piece, runs in documents.shared:
         some = found if len(runs) == 1 else torch.cat([found[a:b] for a, b in runs])
-        local.write(call.run, q, *split_beside(some, (k.shape[3], v.shape[3])), sink, (piece,), out, lse)
+        others_k, others_v = split_beside(some, (k.shape[3], v.shape[3]))
+        local.write(call.run, q, others_k, others_v, sink, (piece,), out, lse)
     return found[: sum(documents.exchange.taken)]
 
 
@@ -140,5 +141,6 @@ def _within(places: Sequence[_Place], wanted: Run) -> list[Run]:
 
 def _sequences(lengths: Sequence[Run]) -> Sequences:
     """Of numbers of queries and keys."""
-    starts = [torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in zip(*lengths, strict=True)]
-    return Sequences(*starts, *[max(each) for each in zip(*lengths, strict=True)])
+    queries, keys = zip(*lengths, strict=True)
+    starts_q, starts_k = [torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (queries, keys)]
+    return Sequences(starts_q, starts_k, max(queries), max(keys))

@@ -27,7 +27,7 @@ class Sharded(torch.autograd.Function):
             out, lse, all_heads = heads.forward(call, q, k, v, sink)
             kept = tuple(all_heads)
         else:
-            keys = (k, v)
+            keys: tuple[Tensor, ...] = (k, v)
             if method == "ring":
                 out, lse = ring.forward(call, q, k, v, sink)
             else:
@@ -59,7 +59,8 @@ class Sharded(torch.autograd.Function):
             dlse = None if dlse is None else dlse.to(lse.dtype)
             dout = torch.zeros_like(out) if dout is None else dout
             if ctx.method == "ring":
-                dq, dk, dv = ring.backward(call, q, *keys, dout, dlse, out, lse)
+                k, v = keys
+                dq, dk, dv = ring.backward(call, q, k, v, dout, dlse, out, lse)
             else:
                 dq, dk, dv = gather.backward(call, q, ctx.keys._replace(tensors=tuple(keys)), dout, dlse, out, lse)
             dsink = None if sink is None else local.sink_gradient(sink, dout, dlse, out, lse)
