@@ -103,6 +103,7 @@ class Exchange(NamedTuple):
         own: runs of this rank's rows that it sees itself.
         twice: whether two others see a row.
         idle: no rank sees another's keys.
+        before: runs of this rank's rows that it wants before what comes from others.
     """
 
     runs: list[Run]
@@ -112,35 +113,39 @@ class Exchange(NamedTuple):
     own: list[Run]
     twice: bool
     idle: bool
+    before: Sequence[Run] = ()
 
 
 class Exchanging(Pending):
     """Keys and values of some heads on their way from who holds them to every rank that sees them.
 
     Attributes:
-        found: the tensors side by side, (rows, batch, heads, ·): what comes from others, once it is there, then own rows.
+        found: the tensors side by side, (rows, batch, heads, ·): what comes from others, once it is there, own rows around it.
+        received: where that is.
     """
 
     def __init__(self, group: Any, plan: Exchange, *tensors: Tensor) -> None:
-        like, shape, self._taken = tensors[0], _beside(tensors), sum(plan.taken)
+        like, shape, first = tensors[0], _beside(tensors), length_of(plan.before)
+        self.received = slice(first, first + sum(plan.taken))
         sent = like.new_empty((len(plan.rows), *shape))
         if len(plan.runs) <= FEW_SEGMENTS:
             put_beside(sent, tensors, plan.runs)
         else:
             torch.index_select(torch.cat(tensors, -1).transpose(0, 1), 0, plan.rows, out=sent)
-        self.found = like.new_empty((self._taken + length_of(plan.own), *shape))
-        self._own: tuple[list[Run], Sequence[Tensor]] | None = plan.own, tensors
+        self.found = like.new_empty((self.received.stop + length_of(plan.own), *shape))
+        self._own: tuple[Exchange, Sequence[Tensor]] | None = plan, tensors
         work = None
         if not plan.idle:
-            received = self.found[: self._taken]
+            received = self.found[self.received]
             work = dist.all_to_all_single(received, sent, plan.taken, plan.counts, group=group, async_op=True)
         super().__init__([work], sent)
 
     def put_own(self) -> None:
         """Write own rows, before ``result`` while the others' are on their way."""
         if self._own is not None:
-            runs, tensors = self._own
-            put_beside(self.found[self._taken :], tensors, runs)
+            plan, tensors = self._own
+            put_beside(self.found, tensors, plan.before)
+            put_beside(self.found[self.received.stop :], tensors, plan.own)
             self._own = None
 
     def result(self) -> Tensor:

@@ -26,8 +26,24 @@ _PAUSE = 128
 _Place = tuple[int, int, int]  # first position of some keys, past the last, and where the first lies
 
 
+class Part(NamedTuple):
+    """Rows of a rank's that are of one document.
+
+    Attributes:
+        rows: of the rank's.
+        runs: its keys, of what ``Exchanging`` finds but for its own rows before; None: they are the same rows of its own.
+    """
+
+    rows: Run
+    runs: list[Run] | None
+
+    @property
+    def length(self) -> int:
+        return self.rows[1] - self.rows[0]
+
+
 class Shared(NamedTuple):
-    """Rows of a document that needs keys of other ranks.
+    """Rows of which some need keys of other ranks.
 
     Attributes:
         piece: its keys are those of ``runs``, one behind the other.
@@ -42,10 +58,10 @@ class Documents(NamedTuple):
     """A rank's rows by documents.
 
     Attributes:
-        whole: one call of all rows and the rank's own keys. Rows of ``shared`` see none in it, and are written again. None:
-            no document is whole here.
-        shared: documents that need other keys.
-        exchange: these, and those of the rank's own keys that ``shared`` needs.
+        whole: one call of rows and own keys. Rows of ``shared`` among them see no key in it, and are written again. None: no
+            document is whole here.
+        shared: rows that need other keys, and whole documents beside them.
+        exchange: ours, and the rank's own keys that ``shared`` needs.
     """
 
     whole: Piece | None
@@ -67,48 +83,89 @@ def documents_of(sharded: Sharded) -> Documents | None:
 
 
 def _documents_of(sharded: Sharded) -> Documents | None:
-    starts, layout, rank = sharded.whole.documents, sharded.queries, sharded.rank
-    if starts is None or sharded.keys is not layout or not layout.counts[rank]:
+    layout, rank, exchange = sharded.queries, sharded.rank, sharded.exchange
+    if sharded.whole.documents is None or sharded.keys is not layout or not layout.counts[rank]:
         return None
-    causal = sharded.whole.mask.right is not None
-    rows = list(_places(layout.runs[rank]))
-    needed = [run for source in sharded.others for run in sharded.needed(rank, source)]
-    found = list(_places(needed))
-    taken, own = sum(sharded.exchange.taken), list[Run]()
-    whole, shared = list[Run](), list[tuple[Run, list[Run]]]()  # numbers of queries and keys; rows, and runs of keys
+    parts, own = _parts(sharded)
+    places = [n for n, part in enumerate(parts) if part.runs is not None]
+    if len(places) > MOST_RUNS:
+        return None
+    before, behind = list[Part](), list[Part]()
+    if len(places) == 1:
+        # The call of whole documents is of rows in a row: the fewer ones beside a shared document go with that.
+        before, shared, behind = parts[: places[0]], parts[places[0]], parts[places[0] + 1 :]
+        if before and behind:
+            fewer = min(before, behind, key=lambda some: sum([part.length for part in some]))
+            parts = behind if fewer is before else before
+            before, behind = (before, []) if fewer is before else ([], behind)
+        else:
+            parts, before, behind = before or behind, [], []
+        own = own + [part.rows for part in behind]
+        several = [_shared(sharded, before, shared, behind)]
+    else:
+        several = [_shared(sharded, [], parts[n], []) for n in places]
+        parts = _trimmed(parts)
+    if not several and sum(exchange.counts):
+        own = [(0, min(_PAUSE, layout.counts[rank]))]
+    exchange = exchange._replace(own=own, before=[part.rows for part in before])
+    return Documents(_whole(sharded, parts) if parts else None, tuple(several), exchange)
+
+
+def _parts(sharded: Sharded) -> tuple[list[Part], list[Run]]:
+    """A rank's rows by documents, and its own keys that those need that need keys of others."""
+    causal, (held, rank) = sharded.whole.mask.right is not None, (sharded.queries.runs[sharded.rank], sharded.rank)
+    rows = list(_places(held))
+    others = list(_places([run for source in sharded.others for run in sharded.needed(rank, source)]))
+    at, parts, own = sum(sharded.exchange.taken), list[Part](), list[Run]()
     for a, b, row in rows:
-        for first, end in pairwise(starts):
+        for first, end in pairwise(sharded.whole.documents or ()):
             low, high = max(a, first), min(b, end)
             if low >= high:
                 continue
-            count, keys = high - low, (first, high if causal else end)
-            if keys == (low, high):
-                whole.append((count, count))
-                continue
-            whole += [(count, 0), (0, count)]
-            runs = _within(found, keys)
-            for run in _within(rows, keys):
-                at = taken + sum(d - c for c, d in own)
-                own.append(run)
-                runs.append((at, at + run[1] - run[0]))
-            shared.append(((row + low - a, row + high - a), list(joined(runs))))
-    if len(shared) > MOST_RUNS:
-        return None
-    if not shared and sharded.exchange.counts and sum(sharded.exchange.counts):
-        own.append((0, min(_PAUSE, layout.counts[rank])))
+            keys, runs = (first, high if causal else end), None
+            if keys != (low, high):
+                runs = _within(others, keys)
+                for run in _within(rows, keys):
+                    own.append(run)
+                    runs.append((at, at + run[1] - run[0]))
+                    at = runs[-1][1]
+            parts.append(Part((row + low - a, row + high - a), runs))
+    return parts, own
+
+
+def _trimmed(parts: list[Part]) -> list[Part]:
+    """Without those before and behind all whole documents."""
+    whole = [n for n, part in enumerate(parts) if part.runs is None]
+    return parts[whole[0] : whole[-1] + 1] if whole else []
+
+
+def _whole(sharded: Sharded, parts: list[Part]) -> Piece:
+    where = parts[0].rows[0], parts[-1].rows[1]
+    lengths = [[(part.length, part.length)] if part.runs is None else [(part.length, 0), (0, part.length)] for part in parts]
+    return _piece(sharded, where, where, [each for several in lengths for each in several])
+
+
+def _shared(sharded: Sharded, before: list[Part], part: Part, behind: list[Part]) -> Shared:
+    """Whole documents' keys lie before what comes from others, or behind all."""
+    assert part.runs is not None
+    front = sum([some.length for some in before])
+    runs = list(joined([(a + front, b + front) for a, b in part.runs]))
+    count = sum([b - a for a, b in runs])
+    lengths = [*[(some.length,) * 2 for some in before], (part.length, count), *[(some.length,) * 2 for some in behind]]
+    if behind:
+        runs[-1] = runs[-1][0], runs[-1][1] + sum([some.length for some in behind])
+    runs = list(joined([(0, front), *runs])) if front else runs
+    where = (before or [part])[0].rows[0], (behind or [part])[-1].rows[1]
+    total = sum([keys for _, keys in lengths])
+    if len(runs) == 2 and runs[0] == (0, front):  # what lies between is nobody's
+        lengths.insert(len(before), (0, runs[1][0] - front))
+        runs = [(0, runs[1][1])]
+    return Shared(_piece(sharded, where, runs[0] if len(runs) == 1 else (0, total), lengths), tuple(runs))
+
+
+def _piece(sharded: Sharded, rows: Run, keys: Run, lengths: Sequence[tuple[int, ...]]) -> Piece:
     mask = ResolvedMask(None, sharded.whole.mask.right, None, None, None, None)
-
-    def piece(where: Run, keys: Run, lengths: Sequence[Run]) -> Piece:
-        return Piece(where, keys, mask, sequences=_sequences(lengths)).to(sharded.device)
-
-    every = 0, layout.counts[rank]
-    alone = piece(every, every, whole) if any(count and keys for count, keys in whole) else None
-    several = []
-    for where, runs in shared:
-        count = sum(b - a for a, b in runs)
-        keys = runs[0] if len(runs) == 1 else (0, count)
-        several.append(Shared(piece(where, keys, [(where[1] - where[0], count)]), tuple(runs)))
-    return Documents(alone, tuple(several), sharded.exchange._replace(own=own))
+    return Piece(rows, keys, mask, sequences=_sequences(lengths)).to(sharded.device)
 
 
 def forward(
@@ -124,7 +181,7 @@ def forward(
         some = found if len(runs) == 1 else torch.cat([found[a:b] for a, b in runs])
         others_k, others_v = split_beside(some, (k.shape[3], v.shape[3]))
         local.write(call.run, q, others_k, others_v, sink, (piece,), out, lse)
-    return found[: sum(documents.exchange.taken)]
+    return found[coming.received]
 
 
 def _places(runs: Sequence[Run]) -> Iterator[_Place]:
@@ -139,7 +196,7 @@ def _within(places: Sequence[_Place], wanted: Run) -> list[Run]:
     return [(a + shift, b + shift) for a, b, shift in cut if a < b]
 
 
-def _sequences(lengths: Sequence[Run]) -> Sequences:
+def _sequences(lengths: Sequence[tuple[int, ...]]) -> Sequences:
     """Of numbers of queries and keys."""
     queries, keys = zip(*lengths, strict=True)
     starts_q, starts_k = [torch.tensor([0, *accumulate(each)], dtype=torch.int32) for each in (queries, keys)]
