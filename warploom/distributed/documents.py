@@ -16,7 +16,7 @@ from torch import Tensor
 from warploom.distributed import local
 from warploom.distributed.call import Call
 from warploom.distributed.collectives import Exchange, Exchanging, split_beside
-from warploom.distributed.layout import Run, joined
+from warploom.distributed.layout import Run, joined, length_of
 from warploom.distributed.pieces import MOST_RUNS, Piece, Sequences, Sharded
 from warploom.masks.intervals import ResolvedMask
 
@@ -95,9 +95,9 @@ def _documents_of(sharded: Sharded) -> Documents | None:
         # The call of whole documents is of rows in a row: the fewer ones beside a shared document go with that.
         before, shared, behind = parts[: places[0]], parts[places[0]], parts[places[0] + 1 :]
         if before and behind:
-            fewer = min(before, behind, key=lambda some: sum([part.length for part in some]))
-            parts = behind if fewer is before else before
-            before, behind = (before, []) if fewer is before else ([], behind)
+            fewer = length_of([part.rows for part in before]) < length_of([part.rows for part in behind])
+            parts = behind if fewer else before
+            before, behind = (before, []) if fewer else ([], behind)
         else:
             parts, before, behind = before or behind, [], []
         own = own + [part.rows for part in behind]
@@ -148,12 +148,12 @@ def _whole(sharded: Sharded, parts: list[Part]) -> Piece:
 def _shared(sharded: Sharded, before: list[Part], part: Part, behind: list[Part]) -> Shared:
     """Whole documents' keys lie before what comes from others, or behind all."""
     assert part.runs is not None
-    front = sum([some.length for some in before])
+    front = length_of([some.rows for some in before])
     runs = list(joined([(a + front, b + front) for a, b in part.runs]))
-    count = sum([b - a for a, b in runs])
+    count = length_of(runs)
     lengths = [*[(some.length,) * 2 for some in before], (part.length, count), *[(some.length,) * 2 for some in behind]]
     if behind:
-        runs[-1] = runs[-1][0], runs[-1][1] + sum([some.length for some in behind])
+        runs[-1] = runs[-1][0], runs[-1][1] + length_of([some.rows for some in behind])
     runs = list(joined([(0, front), *runs])) if front else runs
     where = (before or [part])[0].rows[0], (behind or [part])[-1].rows[1]
     total = sum([keys for _, keys in lengths])
