@@ -105,7 +105,7 @@ def _documents_of(sharded: Sharded) -> Documents | None:
     else:
         several = [_shared(sharded, [], parts[n], []) for n in places]
         parts = _trimmed(parts)
-    if not several and sum(exchange.counts):
+    if not several and any(exchange.counts):
         own = [(0, min(_PAUSE, layout.counts[rank]))]
     exchange = exchange._replace(own=own, before=[part.rows for part in before])
     return Documents(_whole(sharded, parts) if parts else None, tuple(several), exchange)
