@@ -17,6 +17,9 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 MOST_SEGMENTS = 16  # copies of runs of positions that take the host no longer than an index does the device
+# Rows of its own that a rank copies behind an exchange's beginning, and again with all: a large kernel at once would hold the
+# processors that the exchange begins on, to its end.
+FEW_ROWS = 128
 FEW_SEGMENTS = 3  # copies that begin sooner than an index of what lies side by side
 
 
@@ -138,6 +141,8 @@ class Exchanging(Pending):
         if not plan.idle:
             received = self.found[self.received]
             work = dist.all_to_all_single(received, sent, plan.taken, plan.counts, group=group, async_op=True)
+            few = [(a, min(b, a + FEW_ROWS)) for a, b in plan.own[:1]]
+            put_beside(self.found[self.received.stop :], tensors, few)
         super().__init__([work], sent)
 
     def put_own(self) -> None:

@@ -15,13 +15,10 @@ from torch import Tensor
 
 from warploom.distributed import local
 from warploom.distributed.call import Call
-from warploom.distributed.collectives import Exchange, Exchanging, split_beside
+from warploom.distributed.collectives import FEW_ROWS, Exchange, Exchanging, split_beside
 from warploom.distributed.layout import Run, joined, length_of
 from warploom.distributed.pieces import MOST_RUNS, Piece, Sequences, Sharded
 from warploom.masks.intervals import ResolvedMask
-
-# Rows that are copied for nothing but the time that an exchange takes to begin: a kernel before it would hold all processors.
-_PAUSE = 128
 
 _Place = tuple[int, int, int]  # first position of some keys, past the last, and where the first lies
 
@@ -106,7 +103,7 @@ def _documents_of(sharded: Sharded) -> Documents | None:
         several = [_shared(sharded, [], parts[n], []) for n in places]
         parts = _trimmed(parts)
     if not several and any(exchange.counts):
-        own = [(0, min(_PAUSE, layout.counts[rank]))]
+        own = [(0, min(FEW_ROWS, layout.counts[rank]))]  # before a kernel, as there
     exchange = exchange._replace(own=own, before=[part.rows for part in before])
     return Documents(_whole(sharded, parts) if parts else None, tuple(several), exchange)
 

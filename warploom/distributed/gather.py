@@ -65,11 +65,13 @@ def head_groups(heads_kv: int, amount: Amount, backward: bool = False) -> tuple[
     few, and the last group's are waited for too: those groups are alike.
     """
     if amount.nbytes < MANY and heads_kv > 0:
-        first = max(heads_kv // FIRST, 1)
         if backward:
             first = heads_kv if amount.taken <= ONE_BACKWARD else (heads_kv + 1) // 2
         elif amount.seconds is not None:
             first = _fewest(heads_kv, amount.taken, amount.seconds)
+        else:
+            one = way(amount.taken) <= way(amount.taken / FIRST) + END
+            first = heads_kv if one else max(heads_kv // FIRST, 1)
         return ((0, heads_kv),) if first == heads_kv else ((0, first), (first, heads_kv))
     count = next(n for n in range(min(MOST_GROUPS, max(heads_kv, 1)), 0, -1) if heads_kv % n == 0)
     step = heads_kv // count
