@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import Tensor
 from warploom import distributed, masks
 from warploom.attention import philox
 from warploom.attention.judge import judge, low_precision
+from warploom.distributed import gather
 from warploom.distributed.plan import planned
 
 
@@ -41,6 +44,14 @@ class Sharded:
     device: str = "cpu"
 
     def check(self) -> distributed.ShardPlan:
+        """By seed with the groups of heads, packed documents and kept keys of calls that send more or less."""
+        rng = random.Random(self.seed)
+        limits = {"END": rng.choice([-1.0, gather.END]), "ONE_BACKWARD": rng.choice([0, gather.ONE_BACKWARD])}
+        limits["HIDDEN"] = rng.choice([0, gather.HIDDEN])
+        with patch.multiple(gather, **limits, KEPT=rng.choice([0, 2**40])):
+            return self._check()
+
+    def _check(self) -> distributed.ShardPlan:
         band = {name: self.keywords[name] for name in ("mask", "causal", "window") if name in self.keywords}
         lengths = {"seqlen_k": self.seqlen_k, "cu_seqlens": self.cu_seqlens}
         mask = band if self.plan_mask is None else self.plan_mask

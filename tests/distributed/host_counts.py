@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from tools.frozen.pretend import Recorder, hopper
 from warploom import distributed, masks
-from warploom.distributed import local
+from warploom.distributed import gather, groups, local
 from warploom.distributed.plan import planned
 
 SEQLEN, RANKS = 512, 2
@@ -36,5 +38,32 @@ def main() -> None:
             assert sum("attn_fwd" in name for name in want) and sum("attn_bwd" in name for name in want), want
 
 
+def shared() -> None:
+    """A rank's documents are two packed launches, which write to the call's own results, and gradients one."""
+    recorder = Recorder()
+    with hopper(recorder) as fresh, ExitStack() as stack:
+        fresh()
+        for where, name in ((groups, "compared"), (torch.distributed, "all_to_all_single")):
+            stack.enter_context(patch.object(where, name))
+        stack.enter_context(patch.object(gather, "HIDDEN", 0))
+        plan = planned(SEQLEN, RANKS, 1, "a group", causal=True, cu_seqlens=[0, 200, 400, SEQLEN], chunk=16)
+        q, k, v = (torch.zeros(plan.tokens[1], heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
+
+        def step() -> list[dict[str, Any]]:
+            recorder.clear()
+            out = distributed.attention(q, k, v, plan=plan, causal=True)
+            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+            return recorder.launches
+
+        step()
+        step()
+        with patch.object(local.dispatch, "choose", side_effect=AssertionError("chosen again")):
+            found = step()
+    names, results = [each["kernel"] for each in found], [each["values"][3:5] for each in found]
+    assert ["varlen" in name for name in names] == [True, True, False], names
+    assert [lse for _, lse in results[:2]] == [f"float32 [4, {rows}] by [256, 1] at 0" for rows in (88, 168)], results
+
+
 if __name__ == "__main__":
     main()
+    shared()

@@ -176,3 +176,24 @@ def test_plans_are_drawn(tmp_path: Path) -> None:
         plan.draw(tmp_path / "absent" / "plan.svg")
     with pytest.raises(ValueError, match="there is nothing to draw"):
         planned(0, 2, 0).draw(tmp_path / "plan.svg")
+
+
+def test_documents_in_a_row_are_found() -> None:
+    """Of nothing else: what is taken for documents runs without its mask's vectors."""
+    lengths, starts = [700, 0, 300, 24], (0, 700, 1000, 1024)
+    ends = torch.tensor([700] * 700 + [1000] * 300 + [1024] * 24)
+    found: dict[str, tuple[dict[str, Any], tuple[int, ...] | None]] = {
+        "causal": ({"mask": masks.Document(lengths)}, starts),
+        "both ways": ({"mask": masks.Document(lengths, causal=False)}, starts),
+        "columns": ({"mask": masks.ColumnMask(ends, causal=True)}, starts),
+        "packed": ({"cu_seqlens": list(starts), "causal": True}, starts),
+        "columns that end elsewhere": ({"mask": masks.ColumnMask(ends.roll(1), causal=True)}, None),
+        "columns without a start": ({"mask": masks.ColumnMask(ends)}, None),
+        "a window": ({"mask": masks.Document(lengths), "window": (100, 0)}, None),
+        "tokens behind the last": ({"cu_seqlens": [0, 700, 1000], "causal": True}, None),
+        "prefixes": ({"mask": masks.PrefixDocument([700, 324], [10, 20])}, None),
+        "packed columns": ({"cu_seqlens": list(starts), "mask": masks.ColumnMask(ends)}, None),
+        "no documents": ({"causal": True}, None),
+    }
+    for name, (keywords, want) in found.items():
+        assert planned(1024, 2, 0, **keywords).whole.documents == want, name

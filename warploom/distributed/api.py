@@ -143,7 +143,7 @@ def explain(
     if choice.method == "ring":
         pieces = [piece for step in range(plan.ranks) for piece in sharded.against((plan.rank - step) % plan.ranks)]
     elif choice.method == "gather":
-        pieces = list(gather.pieces_of(sharded, args, _unit(args, sharded.whole, backend, backward))[0])
+        pieces = list(gather.forward_pieces(sharded, args, _unit(args, sharded.whole, backend, backward)))
     else:
         pieces = list(sharded.of_all(dropout))
     calls = []
@@ -151,10 +151,11 @@ def explain(
         (a, b), (c, d) = piece.rows if piece.among is None else (0, piece.among[1]), piece.keys
         some = args._replace(q=args.q[:, :1].expand(-1, b - a, -1, -1), **piece.mask._asdict())
         k_, v_ = (t[:, :1].expand(-1, d - c, -1, -1) for t in (args.k, args.v))
-        problem = AttentionProblem.from_args(some._replace(k=k_, v=v_), backward)
+        problem = AttentionProblem.from_args(piece.packed(some._replace(k=k_, v=v_)), backward)
         problem = replace(problem, q_offset=piece.offset is not None)
         columns = [name for name in ("lts", "lte", "uts", "ute") if getattr(piece.mask, name) is not None]
         words = band_words(piece.mask.left, piece.mask.right) + (f", columns ({', '.join(columns)})" if columns else "")
+        words += "" if piece.sequences is None else ", packed"
         calls.append((b - a, d - c, words, dispatch.choose(problem, backend)))
     return replace(choice, calls=tuple(calls))
 

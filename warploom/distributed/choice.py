@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from warploom.distributed.gather import head_groups
+from warploom.distributed.gather import amount, head_groups
 from warploom.distributed.pieces import Sharded
 
 METHODS = ("gather", "heads", "ring")
@@ -85,9 +85,10 @@ def choose(
     # Ranks must agree, so the ring's cost is that of the rank that merges most blocks; each is read and written in fp32.
     blocks = max(sum(bool(sharded.needed(reader, source)) for source in range(ranks)) for reader in range(ranks))
     merges = blocks * queries.longest * batch * heads_q * head_dim_v * 4 * 3
-    _, first = head_groups(heads_kv, keys.seqlen * token_kv)[0]
+    gathered = amount(sharded, q, heads_kv, head_dim + head_dim_v, in_order=False)
+    _, first = head_groups(heads_kv, gathered)[0]
     model = {
-        "gather": sharded.most_taken * token_kv * first // max(heads_kv, 1),
+        "gather": gathered.taken * first // max(heads_kv, 1),
         "heads": (queries.longest * token_q + keys.longest * token_kv) * others // ranks,
         "ring": int(merges * _MERGE),
     }

@@ -10,13 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warploom.distributed.layout import Layout, Run
+from warploom.distributed.layout import Layout, Run, length_of
 
 # torch 2.13 gave them new names, and warns of the old.
 all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
 
 MOST_SEGMENTS = 16  # copies of runs of positions that take the host no longer than an index does the device
+# Rows of its own that a rank copies behind an exchange's beginning, and again with all: a large kernel at once would hold the
+# processors that the exchange begins on, to its end.
+FEW_ROWS = 128
+FEW_SEGMENTS = 3  # copies that begin sooner than an index of what lies side by side
 
 
 class Pending:
@@ -52,7 +56,7 @@ class Gathering(Pending):
     def result(self) -> list[Tensor]:
         """Each tensor over the whole sequence, in order: (batch, seqlen, heads, ·)."""
         self.wait()
-        found, segments = _beside(self._found, self._sizes), self._layout.segments
+        found, segments = split_beside(self._found, self._sizes), self._layout.segments
         if self._layout.in_order:
             return [t[:, : self._layout.seqlen] for t in found]
         if len(segments) <= MOST_SEGMENTS:
@@ -88,68 +92,159 @@ class Scattering(Pending):
     def result(self, count: int) -> list[Tensor]:
         """Of this rank's ``count`` keys, (batch, count, heads, ·) views."""
         self.wait()
-        return _beside(self._found[:count], self._sizes)
+        return split_beside(self._found[:count], self._sizes)
 
 
 class Exchange(NamedTuple):
-    """Which rows of keys go where.
+    """Which rows of keys go where; a rank's own stay on it, behind what comes from the others.
 
     Attributes:
-        runs: of this rank's rows those that the first rank sees, then the second one's, and so on.
+        runs: of this rank's rows those that the first rank sees, then the second one's, and so on, but for its own.
         rows: all of these as numbers, int64 on the keys' device.
         counts: how many each rank is given.
         taken: how many rows come from each rank.
+        own: runs of this rank's rows that it sees itself.
+        twice: whether two others see a row.
+        idle: no rank sees another's keys.
+        before: runs of this rank's rows that it wants before what comes from others.
     """
 
     runs: list[Run]
     rows: Tensor
     counts: list[int]
     taken: list[int]
+    own: list[Run]
+    twice: bool
+    idle: bool
+    before: Sequence[Run] = ()
 
 
 class Exchanging(Pending):
-    """Keys and values of some heads on their way from who holds them to every rank that sees them."""
+    """Keys and values of some heads on their way from who holds them to every rank that sees them.
+
+    Attributes:
+        found: the tensors side by side, (rows, batch, heads, ·): what comes from others, once it is there, own rows around it.
+        received: where that is.
+    """
 
     def __init__(self, group: Any, plan: Exchange, *tensors: Tensor) -> None:
-        self._sizes = [t.shape[-1] for t in tensors]
-        # Two operations, where copies run by run would keep the host longer than they do the device.
-        sent = torch.cat(tensors, -1).index_select(1, plan.rows).transpose(0, 1).contiguous()
-        self._found = sent.new_empty((sum(plan.taken), *sent.shape[1:]))
-        work = dist.all_to_all_single(self._found, sent, plan.taken, plan.counts, group=group, async_op=True)
+        like, shape, first = tensors[0], _beside(tensors), length_of(plan.before)
+        self.received = slice(first, first + sum(plan.taken))
+        sent = like.new_empty((len(plan.rows), *shape))
+        if len(plan.runs) <= FEW_SEGMENTS:
+            put_beside(sent, tensors, plan.runs)
+        else:
+            torch.index_select(torch.cat(tensors, -1).transpose(0, 1), 0, plan.rows, out=sent)
+        self.found = like.new_empty((self.received.stop + length_of(plan.own), *shape))
+        self._own: tuple[Exchange, Sequence[Tensor]] | None = plan, tensors
+        work = None
+        if not plan.idle:
+            received = self.found[self.received]
+            work = dist.all_to_all_single(received, sent, plan.taken, plan.counts, group=group, async_op=True)
+            few = [(a, min(b, a + FEW_ROWS)) for a, b in plan.own[:1]]
+            put_beside(self.found[self.received.stop :], tensors, few)
         super().__init__([work], sent)
 
-    def result(self) -> list[Tensor]:
-        """Each tensor's rows of one rank behind the other's: (batch, rows, heads, ·) views."""
+    def put_own(self) -> None:
+        """Write own rows, before ``result`` while the others' are on their way."""
+        if self._own is not None:
+            plan, tensors = self._own
+            put_beside(self.found, tensors, plan.before)
+            put_beside(self.found[self.received.stop :], tensors, plan.own)
+            self._own = None
+
+    def result(self) -> Tensor:
+        """``found``: one rank's rows behind the other's."""
         self.wait()
-        return _beside(self._found, self._sizes)
+        self.put_own()
+        return self.found
 
 
 class Returning(Pending):
-    """Gradients of what ``Exchanging`` brought, on their way back, as ``dtype``."""
+    """Gradients of what ``Exchanging`` brought, on their way back, as ``dtype``; those of own keys stay."""
 
     def __init__(self, group: Any, plan: Exchange, dtype: torch.dtype, *tensors: Tensor) -> None:
-        self._sizes, self._plan = [t.shape[-1] for t in tensors], plan
-        sent = torch.cat([t.transpose(0, 1).to(dtype) for t in tensors], -1)
+        self._plan, taken = plan, sum(plan.taken)
+        self._own = [t[:, taken:] for t in tensors]
+        sent = tensors[0].new_empty((taken, *_beside(tensors)), dtype=dtype)
+        put_beside(sent, [t[:, :taken].to(dtype) for t in tensors], [(0, taken)])
         self._found = sent.new_empty((len(plan.rows), *sent.shape[1:]))
-        work = dist.all_to_all_single(self._found, sent, plan.counts, plan.taken, group=group, async_op=True)
+        work = None
+        if not plan.idle:
+            work = dist.all_to_all_single(self._found, sent, plan.counts, plan.taken, group=group, async_op=True)
         super().__init__([work], sent)
 
     def result(self, count: int) -> list[Tensor]:
-        """Of this rank's ``count`` keys their sums over ranks, in fp32 (fp64 for fp64): (batch, count, heads, ·) views."""
+        """Of this rank's ``count`` keys their sums over ranks, as of fp32 (fp64 for fp64): (batch, count, heads, ·).
+
+        Where no two others see a key, a sum has two terms, which need no more than their own dtype.
+        """
         self.wait()
-        found, plan = self._found, self._plan
-        wide = torch.promote_types(found.dtype, torch.float32)
-        total = torch.zeros((count, *found.shape[1:]), dtype=wide, device=found.device)
-        if len(plan.runs) <= MOST_SEGMENTS:
-            for (a, b), part in zip(plan.runs, found.split([b - a for a, b in plan.runs]), strict=True):
-                total[a:b] += part
-        else:  # rank by rank, of which each has a row once, so that sums have an order
-            for rows, part in zip(plan.rows.split(plan.counts), found.split(plan.counts), strict=True):
-                total.index_add_(0, rows, part.to(wide))
-        return _beside(total, self._sizes)
+        plan, parts = self._plan, split_beside(self._found, [t.shape[-1] for t in self._own])
+        if plan.twice or len(plan.runs) > MOST_SEGMENTS:
+            return [self._sum(t, part, count) for t, part in zip(self._own, parts, strict=True)]
+        total = self._own
+        if plan.own != [(0, count)]:
+            total = [t.new_zeros((t.shape[0], count, *t.shape[2:])) for t in total]
+            for whole, t in zip(total, self._own, strict=True):
+                _split_to(whole, t, plan.own)
+        for whole, part in zip(total, parts, strict=True):
+            at = 0
+            for a, b in plan.runs:
+                whole[:, a:b] += part[:, at : at + b - a]
+                at += b - a
+        return total
+
+    def _sum(self, own: Tensor, part: Tensor, count: int) -> Tensor:
+        """Of one tensor, this rank's own and then rank by rank, of which each has a row once, so that sums have an order."""
+        wide = torch.promote_types(own.dtype, torch.float32)
+        total = torch.zeros((own.shape[0], count, *own.shape[2:]), dtype=wide, device=own.device)
+        _split_to(total, own, self._plan.own)
+        for rows, given in zip(self._plan.rows.split(self._plan.counts), part.split(self._plan.counts, 1), strict=True):
+            if len(rows):
+                total.index_add_(1, rows, given.to(wide))
+        return total
 
 
-def _beside(t: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+def _beside(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
+    """Batch, heads and last dimension of tensors side by side."""
+    batch, _, heads, _ = tensors[0].shape
+    return batch, heads, sum([t.shape[-1] for t in tensors])
+
+
+def put_beside(room: Tensor, tensors: Sequence[Tensor], runs: Sequence[Run]) -> None:
+    """Write rows of tensors (batch, rows, heads, ·) side by side to (rows, batch, heads, ·), one run behind the other."""
+    whole, parts, at = room, list(tensors), 0
+    if not all([t.transpose(0, 1).is_contiguous() for t in tensors]):
+        whole, *parts = in_words(room, *tensors)
+    for a, b in runs:
+        torch.cat([t[:, a:b].transpose(0, 1) for t in parts], -1, out=whole[at : at + b - a])
+        at += b - a
+
+
+def in_words(*tensors: Tensor) -> list[Tensor]:
+    """Views as numbers of 16, 8 or 4 bytes, where all can be viewed so: a GPU copies heads that lie apart number by number."""
+    for dtype in (torch.complex128, torch.int64, torch.int32):
+        if all([_divides(dtype.itemsize, t) for t in tensors]):
+            return [t.view(dtype) for t in tensors]
+    return list(tensors)
+
+
+def _divides(nbytes: int, t: Tensor) -> bool:
+    """Whether ``nbytes`` divide where each row of the last dimension begins, and its length."""
+    steps = t.shape[-1], t.storage_offset(), *t.stride()[:-1]
+    return t.stride(-1) == 1 and not any([step * t.element_size() % nbytes for step in steps]) and not t.data_ptr() % nbytes
+
+
+def _split_to(whole: Tensor, t: Tensor, runs: Sequence[Run]) -> None:
+    """Write rows of (batch, rows, heads, ·), one run behind the other, to where they belong in ``whole``."""
+    at = 0
+    for a, b in runs:
+        whole[:, a:b] = t[:, at : at + b - a]
+        at += b - a
+
+
+def split_beside(t: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Tensors that lie side by side, rows first, as (batch, rows, heads, ·) views."""
     return [part.transpose(0, 1) for part in t.split(list(sizes), -1)]
 

@@ -27,10 +27,15 @@ class Sharded(torch.autograd.Function):
             out, lse, all_heads = heads.forward(call, q, k, v, sink)
             kept = tuple(all_heads)
         else:
-            out, lse = (ring if method == "ring" else gather).forward(call, q, k, v, sink)
+            keys: tuple[Tensor, ...] = (k, v)
+            if method == "ring":
+                out, lse = ring.forward(call, q, k, v, sink)
+            else:
+                out, lse, gathered = gather.forward(call, q, k, v, sink)
+                keys, ctx.keys = gathered.tensors, gathered._replace(tensors=())
             if call.tail:
                 lse[:, :, -call.tail :] = float("-inf")
-            kept = q, k, v, out, lse
+            kept = q, out, lse, *keys
         ctx.save_for_backward(sink, *kept)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.method, ctx.dtypes = call, method, (q.dtype, k.dtype, v.dtype)
@@ -41,18 +46,23 @@ class Sharded(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True; what follows would be constants to it
             raise RuntimeError("warploom.distributed.attention has no second derivatives: leave create_graph=True out")
         call, (sink, *kept) = ctx.call, ctx.saved_tensors
-        dlse = None if dlse is None else dlse.to(kept[4].dtype)
         if ctx.method == "heads":
             every = heads.Kept(*kept)
+            dlse = None if dlse is None else dlse.to(every.lse.dtype)
             if dout is None:
                 assert dlse is not None
                 batch, _, rows = dlse.shape
                 dout = every.out.new_zeros((batch, rows, dlse.shape[1], every.out.shape[3]))
             dq, dk, dv, dsink = heads.backward(call, every, sink, dout, dlse)
         else:
-            q, k, v, out, lse = kept
+            q, out, lse, *keys = kept
+            dlse = None if dlse is None else dlse.to(lse.dtype)
             dout = torch.zeros_like(out) if dout is None else dout
-            dq, dk, dv = (ring if ctx.method == "ring" else gather).backward(call, q, k, v, dout, dlse, out, lse)
+            if ctx.method == "ring":
+                k, v = keys
+                dq, dk, dv = ring.backward(call, q, k, v, dout, dlse, out, lse)
+            else:
+                dq, dk, dv = gather.backward(call, q, ctx.keys._replace(tensors=tuple(keys)), dout, dlse, out, lse)
             dsink = None if sink is None else local.sink_gradient(sink, dout, dlse, out, lse)
         found = [t.to(dtype) for t, dtype in zip((dq, dk, dv), ctx.dtypes, strict=True)]
         return *found, None if dsink is None else dsink.to(sink.dtype), None, None

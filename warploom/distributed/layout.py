@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -115,10 +115,11 @@ def chunk_size(seqlen: int, ranks: int, chunk: int) -> int:
 def balanced(work: Work, seqlen: int, ranks: int, chunk: int) -> tuple[Layout, int, tuple[int, ...]]:
     """Chunks dealt to ranks, their size, and the work of each rank.
 
-    There are three ways: to each rank one run of neighbours (no mask, windows, documents of similar lengths); two, one from
-    each end, the zigzag of ring attention (causal); or, where neither is nearly even, the dearest chunks first, one to each
-    rank in a round, the dearest of a round to the rank that has least. Exchanges between the fullest and the emptiest rank
-    finish each. What is not even enough is tried again in smaller chunks.
+    There are three ways: to each rank one run of neighbours (no mask, documents of similar lengths); two, one from each end
+    (causal: the zigzag of ring attention; windows), cut where tiles are if chunks are not even so; or, where neither is nearly
+    even, the dearest chunks first, one to each rank in a round, the dearest of a round to the rank that has least. Exchanges
+    between the fullest and the emptiest rank finish what is not nearly even. What is not even enough is tried again in smaller
+    chunks.
 
     Args:
         work: of the queries, by chunks.
@@ -132,6 +133,14 @@ def balanced(work: Work, seqlen: int, ranks: int, chunk: int) -> tuple[Layout, i
             chunk = size // 2
             continue
         held, imbalance = _dealt(seqlen, ranks, costs, size)
+        if size > TILE and sum(len(_runs(chunks)) for chunks in held) > 2 * ranks:
+            small = chunk_size(seqlen, ranks, TILE)
+            fine: list[int] = work.of_chunks(small).tolist()
+            ends = _ends(seqlen, ranks, fine, small)
+            uneven = _imbalance(ends, fine)
+            if uneven <= NEAR:
+                best = uneven, ends, small, fine
+                break
         if best is None or imbalance < best[0]:
             best = imbalance, held, size, costs
         if best[0] <= GOOD or size <= SMALLEST:
@@ -144,17 +153,24 @@ def balanced(work: Work, seqlen: int, ranks: int, chunk: int) -> tuple[Layout, i
 
 def _dealt(seqlen: int, ranks: int, costs: list[int], size: int) -> tuple[list[list[int]], float]:
     """The chunks of each rank, and their imbalance: of the ways that are nearly even the one of fewest runs, else the best."""
-    total = sum(costs)
     found: list[tuple[float, int, float, list[list[int]]]] = []
-    for deal, exchanges in ((_neighbours, 2 * ranks), (_zigzag, 2 * ranks), (_rounds, _EXCHANGES)):
-        held = _improved(deal(seqlen, ranks, costs, size), costs, seqlen // size, exchanges)
-        imbalance = max(_loads(held, costs)) * ranks / total - 1.0 if total else 0.0
+    for deal, exchanges in ((_neighbours, 2 * ranks), (_ends, 2 * ranks), (_rounds, _EXCHANGES)):
+        held = deal(seqlen, ranks, costs, size)
+        imbalance = _imbalance(held, costs)
+        if imbalance > NEAR:
+            held = _improved(held, costs, seqlen // size, exchanges)
+            imbalance = _imbalance(held, costs)
         runs = sum(len(_runs(chunks)) for chunks in held)
         found.append((max(imbalance, NEAR), runs, imbalance, held))
-        if min(found)[0] <= NEAR and (runs <= ranks or deal is _zigzag):
+        if min(found)[0] <= NEAR and (runs <= ranks or deal is _ends):
             break  # fewer runs there are not
     *_, imbalance, held = min(found, key=lambda each: each[:3])
     return held, imbalance
+
+
+def _imbalance(held: list[list[int]], costs: list[int]) -> float:
+    total = sum(costs)
+    return max(_loads(held, costs)) * len(held) / total - 1.0 if total else 0.0
 
 
 def _loads(held: list[list[int]], costs: list[int]) -> list[int]:
@@ -181,16 +197,23 @@ def _neighbours(seqlen: int, ranks: int, costs: list[int], size: int) -> list[li
     return held
 
 
-def _zigzag(seqlen: int, ranks: int, costs: list[int], size: int) -> list[list[int]]:
-    """To each rank neighbours from both ends, what is left in the middle one by one."""
+def _ends(seqlen: int, ranks: int, costs: list[int], size: int) -> list[list[int]]:
+    """To each rank neighbours from both ends of what is left, as many from each as come nearest to its share of the work."""
     full, rest = divmod(seqlen, size)
-    half = full // ranks // 2
-    held = []
+    each, more = divmod(full, ranks)
+    before = list(accumulate(costs, initial=0))
+    low, high, held = 0, full, []
     for rank in range(ranks):
-        first = list(range(rank * half, (rank + 1) * half))
-        held.append([*first, *(full - 1 - n for n in first)])
-    for n in range(ranks * half, full - ranks * half):
-        held[(n - ranks * half) % ranks].append(n)
+        count = each + (rank < more)
+        share = (before[high] - before[low]) / (ranks - rank) + before[low] - before[high]
+        best, first = float("inf"), 0
+        for n in range(count + 1):
+            off = before[low + n] - before[high - count + n] - share
+            off = -off if off < 0 else off
+            if off < best:
+                best, first = off, n
+        held.append([*range(low, low + first), *range(high - count + first, high)])
+        low, high = low + first, high - count + first
     if rest:
         held[-1].append(full)
     return held
@@ -238,9 +261,7 @@ def _improved(held: list[list[int]], costs: list[int], full: int, exchanges: int
     return held
 
 
-def _exchange(
-    high: list[tuple[int, int]], low: list[tuple[int, int]], wanted: float, enough: float
-) -> tuple[int, int] | None:
+def _exchange(high: list[tuple[int, int]], low: list[tuple[int, int]], wanted: float, enough: float) -> tuple[int, int] | None:
     """Which two to exchange for about the wanted cost to go over: the first pair near enough, else the nearest if it helps."""
     if not high or not low or high[-1][0] - low[0][0] <= 0:
         return None
@@ -270,3 +291,8 @@ def joined(runs: Sequence[Run]) -> tuple[Run, ...]:
         else:
             found.append((a, b))
     return tuple(found)
+
+
+def length_of(runs: Sequence[Run]) -> int:
+    """Positions of runs."""
+    return sum([b - a for a, b in runs])

@@ -74,11 +74,14 @@ def _write(
     args, backend = _call(run, given, sink, piece, key)
     first = 0 if piece.among is None else piece.among[0]
     own = slice(first, first + into[0].shape[1])
-    _copy(attention_op.forward(*args), own, into)
+    found = attention_op.forward(*args)
+    _copy(found if piece.sequences is None else [t[None] for t in found], own, into)
 
     def make() -> Callable[..., Any] | None:
         launch = backend.bind(args)
         direct = piece.among is None and backend.writes_into(args) and is_aligned(into[0])
+        if launch is not None and piece.sequences is not None:
+            launch = partial(_launch_packed, launch, direct)
         return launch if direct or launch is None else partial(_launch_and_copy, launch, own)
 
     _keep(run.launchers, key, args, make)
@@ -89,7 +92,21 @@ def _launch_and_copy(launch: Callable[..., Any], own: slice, *tensors: Tensor | 
     _copy(launch(*tensors), own, into)
 
 
-def _copy(found: tuple[Tensor, ...], own: slice, into: tuple[Tensor, Tensor]) -> None:
+def _launch_packed(
+    launch: Callable[..., Any],
+    direct: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *others: Tensor | None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> list[Tensor]:
+    """A packed launch of tensors with a batch dimension; ``direct``: to ``into``."""
+    room = {} if into is None or not direct else {"into": (into[0][0], into[1][0])}
+    return [t[None] for t in launch(q[0], k[0], v[0], *others, **room)]
+
+
+def _copy(found: Sequence[Tensor], own: slice, into: tuple[Tensor, Tensor]) -> None:
     into[0].copy_(found[0][:, own])
     into[1].copy_(found[1][:, :, own])
 
@@ -204,7 +221,7 @@ def _call(
         offset = torch.full((q.shape[0],), piece.offset, dtype=torch.int32, device=q.device)
         seed = None if seed is None else torch.cat([seed.reshape(1), seed.new_full((1,), piece.head)])
     args = run.args._replace(q=q, k=k, v=v, sink=sink, **piece.mask._asdict())
-    args = args._replace(q_offset=offset, dropout_seed=seed, bounds=None)
+    args = piece.packed(args._replace(q_offset=offset, dropout_seed=seed, bounds=None))
     problem = AttentionProblem.from_args(args, run.backward)
     chosen = dispatch.choose(problem, run.backend)
     if key is not None and q.is_cuda:

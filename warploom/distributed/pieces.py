@@ -6,13 +6,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from warploom.attention.problem import AttentionArgs
 from warploom.distributed.collectives import Exchange
-from warploom.distributed.layout import Layout, Run, joined
+from warploom.distributed.layout import Layout, Run, joined, length_of
 from warploom.distributed.layout import whole as whole_layout
 from warploom.distributed.whole import Whole
 from warploom.masks.intervals import ResolvedMask, finish, visible_per_column
@@ -22,6 +23,15 @@ MOST_RUNS = 2
 _FEW = 16  # pairs of runs that are worth looking at for that
 
 
+class Sequences(NamedTuple):
+    """Packed sequences within a piece's rows and keys: where they start and the last one ends, int32, and the longest."""
+
+    starts_q: Tensor
+    starts_k: Tensor
+    longest_q: int
+    longest_k: int
+
+
 @dataclass(frozen=True)
 class Piece:
     """One dense call: these rows of a rank's queries, these keys of a block, under this mask.
@@ -29,6 +39,7 @@ class Piece:
     ``offset``, if there is one, is the number of the first row in the whole; rows of the mask count from the whole's first
     then, and so do the elements of dropout (`AttentionArgs.q_offset`). ``head`` is the number of the first query head in the
     whole. With ``among``, (first, count), the call has count rows: these from the first on, and others that nobody reads.
+    With ``sequences`` it is a packed call, of one batch entry.
     """
 
     rows: Run
@@ -37,6 +48,7 @@ class Piece:
     offset: int | None = None
     head: int = 0
     among: Run | None = None
+    sequences: Sequences | None = None
 
     def heads(self, kv: Run, q: Run, heads_kv: int) -> Piece:
         """Of some heads: of vectors that tell them apart theirs."""
@@ -52,7 +64,19 @@ class Piece:
     def to(self, device: torch.device) -> Piece:
         """With the vectors on a device."""
         vectors = [None if t is None else t.to(device) for t in self.mask.vectors]
-        return replace(self, mask=ResolvedMask(self.mask.left, self.mask.right, *vectors))
+        sequences = self.sequences
+        if sequences is not None:
+            starts = [t.to(device) for t in sequences[:2]]
+            sequences = sequences._replace(starts_q=starts[0], starts_k=starts[1])
+        return replace(self, mask=ResolvedMask(self.mask.left, self.mask.right, *vectors), sequences=sequences)
+
+    def packed(self, args: AttentionArgs) -> AttentionArgs:
+        """The call, whose q, k and v have a batch dimension, as one of the piece's sequences, if it has them."""
+        if self.sequences is None:
+            return args
+        starts_q, starts_k, longest_q, longest_k = self.sequences
+        args = args._replace(q=args.q[0], k=args.k[0], v=args.v[0], cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
+        return args._replace(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
 
 
 def pieces(whole: Whole, layout: Layout, rank: int, keys: Sequence[Run]) -> list[Piece]:
@@ -206,6 +230,7 @@ class Sharded:
         self._needed: dict[tuple[int, int], tuple[Run, ...]] = {}
         self._rows: dict[int, Tensor] = {}
         self.launchers: dict[Hashable, Any] = {}  # of its pieces, as `local.Run` has them
+        self.kept: dict[str, Any] = {}  # what others work out of it once
 
     def gathered(self, dropout: bool, unit: int | None = None) -> tuple[Piece, ...]:
         """This rank's queries against all keys in order; ``unit``: those of ``fixed_pieces``."""
@@ -214,12 +239,12 @@ class Sharded:
         return self._placed(("gathered", dropout, unit), lambda: make(self.whole, self.queries, self.rank))
 
     def exchanged(self) -> tuple[Piece, ...] | None:
-        """This rank's queries against the keys that it sees, one rank's behind the other's; None: vectors cannot say it."""
+        """This rank's queries against the keys that it sees, as `Exchanging` brings them; None: vectors cannot say it."""
         if self.whole.as_columns is None:
             return None
 
         def make() -> list[Piece]:
-            runs = [run for source in range(len(self.keys.counts)) for run in self.needed(self.rank, source)]
+            runs = [run for source in (*self.others, self.rank) for run in self.needed(self.rank, source)]
             piece = column_piece(self.whole, self.queries, self.rank, runs) if runs else None
             return [] if piece is None else [piece]
 
@@ -228,14 +253,27 @@ class Sharded:
     @cached_property
     def exchange(self) -> Exchange:
         """Which keys go where for ``exchanged``."""
-        before, ranks = self.keys.before(self.rank), range(len(self.keys.counts))
-        given = [[(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)] for reader in ranks]
+        ranks = range(len(self.keys.counts))
+        given = [self._held(reader) if reader != self.rank else [] for reader in ranks]
+        rows, runs = [self.rows(reader) for reader in self.others], [run for runs in given for run in runs]
         return Exchange(
-            [run for runs in given for run in runs],
-            torch.cat([self.rows(reader) for reader in ranks]),
-            [sum([b - a for a, b in runs]) for runs in given],
-            [sum([b - a for a, b in self.needed(self.rank, source)]) for source in ranks],
+            runs,
+            torch.cat(rows) if rows else self.rows(self.rank)[:0],
+            [length_of(runs) for runs in given],
+            [length_of(self.needed(self.rank, source)) if source != self.rank else 0 for source in ranks],
+            self._held(self.rank),
+            any([a < past for (_, past), (a, _) in pairwise(sorted(runs))]),
+            self.most_taken == 0,
         )
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(len(self.keys.counts)) if rank != self.rank]
+
+    def _held(self, reader: int) -> list[Run]:
+        """Runs of this rank's keys that ``reader`` sees something of, as it holds them."""
+        before = self.keys.before(self.rank)
+        return list(joined([(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)]))
 
     @cached_property
     def most_taken(self) -> int:
@@ -244,7 +282,13 @@ class Sharded:
         if self.whole.as_columns is None:
             return (len(ranks) - 1) * self.keys.longest
         others = [[self.needed(reader, source) for source in ranks if source != reader] for reader in ranks]
-        return max([sum([b - a for runs in each for a, b in runs]) for each in others])
+        return max([sum(map(length_of, each)) for each in others])
+
+    @cached_property
+    def visible(self) -> float:
+        """Elements that the mask shows, of all queries; on average of what batch entries and heads it has."""
+        vectors = [t.shape[0] * t.shape[1] for t in self.whole.mask.vectors if t is not None]
+        return int(self.whole.work().of_chunks(max(self.whole.seqlen_q, 1)).sum()) / max([1, *vectors])
 
     def of_all(self, dropout: bool) -> tuple[Piece, ...]:
         """All queries against all keys."""
@@ -270,8 +314,7 @@ class Sharded:
     def rows(self, reader: int) -> Tensor:
         """Where among this rank's keys those lie that ``reader`` sees something of: int64, on the device."""
         if reader not in self._rows:
-            before = self.keys.before(self.rank)
-            runs = [torch.arange(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)]
+            runs = [torch.arange(a, b) for a, b in self._held(reader)]
             self._rows[reader] = torch.cat(runs or [torch.arange(0)]).to(self.device)
         return self._rows[reader]
 

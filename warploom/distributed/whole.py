@@ -86,6 +86,24 @@ class Whole:
         return finish(pack(None, None, found)) if len(found) <= 2 else None
 
     @cached_property
+    def documents(self) -> tuple[int, ...] | None:
+        """Where documents in a row start, with the end of the last, of a mask of nothing else, causal or not; else None."""
+        left, right, lts, lte, uts, ute = self.mask
+        if self.seqlen_q != self.seqlen_k or left is not None or right not in (None, 0):
+            return None
+        if self.starts is not None:
+            apart = all([t is None for t in self.mask.vectors]) and self.starts[-1] == self.seqlen_k
+            return self.starts if apart else None
+        if lts is None or lts.numel() != self.seqlen_k or not (lte is uts is None) or (ute is None) != (right == 0):
+            return None
+        ends, lengths = torch.unique_consecutive(lts.view(-1).long(), return_counts=True)
+        if not torch.equal(lengths.cumsum(0), ends):
+            return None
+        if ute is not None and not torch.equal(torch.repeat_interleave(ends - lengths, lengths), ute.view(-1).long()):
+            return None
+        return (0, *ends.tolist())
+
+    @cached_property
     def shown(self) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
         """Of each column the rows [first, end) that it shows, but for those of the intervals, which are apart."""
         columns = torch.arange(self.seqlen_k, dtype=torch.int32).view(1, 1, -1)

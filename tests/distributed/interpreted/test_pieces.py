@@ -15,6 +15,7 @@ from warploom.attention.arguments import dense_args
 from warploom.attention.judge import judge, low_precision
 from warploom.distributed import local
 from warploom.distributed.api import _sharded, _whole
+from warploom.distributed.documents import documents_of
 from warploom.distributed.plan import planned
 
 SEQLEN = 48
@@ -59,7 +60,7 @@ def test_rows_of_a_rank(name: str) -> None:
     if ranked:
         pieces = sharded.exchanged()
         assert pieces is not None and len(pieces) == 1
-        order = torch.cat([torch.arange(a, b) for source in range(2) for a, b in sharded.needed(0, source)])
+        order = torch.cat([torch.arange(a, b) for source in (1, 0) for a, b in sharded.needed(0, source)])
         k, v = k[:, order], v[:, order]
     out, lse = torch.zeros_like(rows), torch.full((1, 2, rows.shape[1]), float("-inf"))
     for some, part, part_lse in local.forward(run, rows, k, v, None, pieces):
@@ -73,3 +74,33 @@ def test_rows_of_a_rank(name: str) -> None:
             exact, lowp = exact[:, order], lowp[:, order]
         verdict = judge(what, found, exact, lowp, torch.float32)
         assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rank", range(2))
+def test_packed_documents_of_a_rank(rank: int, causal: bool) -> None:
+    """Sequences without a query or without a key among them."""
+    mask = masks.Document([5, 15, 13, 15], causal=causal)
+    plan = planned(SEQLEN, 2, rank, mask=mask, chunk=6)
+    q, k, v = torch.randn(3, 1, SEQLEN, 2, 16).unbind()
+    sharded = _sharded(plan, _whole(plan, mask, False, None), torch.device("cpu"))
+    found = documents_of(sharded)
+    assert found is not None
+    own, taken = plan.positions(), [torch.arange(a, b) for a, b in sharded.needed(rank, 1 - rank)]
+    before, behind = [[own[a:b] for a, b in runs] for runs in (found.exchange.before, found.exchange.own)]
+    order = torch.cat([*before, *taken, *behind])
+    rows, others = plan.shard(q, 1), [t[:, order] for t in (k, v)]
+    out, lse = torch.full_like(rows, float("nan")), torch.full((1, 2, rows.shape[1]), float("nan"))
+    run = local.Run(dense_args(rows, rows, rows), "triton", False, {})
+    if found.whole is not None:
+        local.write(run, rows, plan.shard(k, 1), plan.shard(v, 1), None, (found.whole,), out, lse)
+    for piece, runs in found.shared:
+        some = others if len(runs) == 1 else [torch.cat([t[:, a:b] for a, b in runs], 1) for t in others]
+        local.write(run, rows, some[0], some[1], None, (piece,), out, lse)
+    models = []
+    for dtype in (torch.float64, torch.float32):
+        given = (t.to(dtype) for t in (q, k, v, torch.zeros_like(q)))
+        models.append(low_precision(*given, torch.zeros(1, 2, SEQLEN), mask.dense(SEQLEN, SEQLEN), scale=0.25))
+    exact, lowp = (plan.shard(model.out, 1) for model in models)
+    verdict = judge("out", out, exact, lowp, torch.float32)
+    assert verdict.passed, verdict

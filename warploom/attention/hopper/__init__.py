@@ -300,8 +300,8 @@ class Hopper(Beside):
         return None if parts_fours(args) else run(args)
 
     def writes_into(self, args: AttentionArgs) -> bool:
-        """Of dense calls without dropout; ``into`` has strides of whole 16 bytes, and a last one of 1."""
-        return args.cu_seqlens_q is None and args.documents is None and not args.dropout_p
+        """Of calls without dropout or pages; ``into`` has strides of whole 16 bytes, and a last one of 1."""
+        return args.block_table is None and args.documents is None and not args.dropout_p
 
     def fp8_refusal(self, args: AttentionArgs, out_dtype: torch.dtype, fast: bool) -> str | None:
         """Why the kernel of FP8 does not run a call whose q, k and v are e4m3, or None; words follow the name."""

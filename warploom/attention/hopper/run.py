@@ -45,7 +45,7 @@ def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tu
 
     Of packed calls also cu_seqlens_q, cu_seqlens_k and seqused_k, over pages their table; under a column mask its vectors and
     their bounds behind those, and of documents where they start; with dropout the seed, last. ``largest`` is raised to the
-    largest logits. Dense calls without dropout write to ``into``, an out and an lse, where they are given it.
+    largest logits. Calls without dropout, but for those of documents, write to ``into``, an out and an lse, where given it.
     """
     if args.cu_seqlens_q is not None:
         return _bind_packed(args, largest)
@@ -233,15 +233,16 @@ def _nothing_seen(
 
 
 def _nothing_seen_packed(
-    lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, *_: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    out, lse = _outputs(q, v, lse_shape)
+    lse_shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, *_: Tensor | None,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, lse = into or _outputs(q, v, lse_shape)
     out.zero_()
     lse.fill_(float("-inf"))
     if sink is not None:
         # Tokens past the last sequence have no sink.
         inside = torch.arange(lse_shape[1], device=q.device) < cu_q[-1]
-        lse = torch.where(inside, sink.float()[:, None], lse)
+        lse.copy_(torch.where(inside, sink.float()[:, None], lse))
     return out, lse
 
 
@@ -267,9 +268,9 @@ def _bind_packed(args: AttentionArgs, largest: Tensor | None = None) -> Callable
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, cu_q: Tensor, cu_k: Tensor | None, used: Tensor | None,
-        *others: Tensor | None, seed: Tensor | None = None,
+        *others: Tensor | None, seed: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = torch.empty_like(like_out), torch.empty_like(like_lse)
+        out, lse = into or (torch.empty_like(like_out), torch.empty_like(like_lse))
         cu_q = cu_q.contiguous()
         columns = table = None
         if variant.paged:
