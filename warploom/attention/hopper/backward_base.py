@@ -26,7 +26,7 @@ from warploom.kernels.cute.tiles import placed
 WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
-LONG_REGISTERS = 232, 40
+LONG_REGISTERS = 232, 40  # of steps of 128 queries under a column mask, beside which ptxas gives the producer few uniform ones
 TURNS_REGISTERS = 224, 56  # where the loader looks for whose turn comes before its block's
 FAR_LEVEL = 3e38  # an lse that makes P 0, as infinity does
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
@@ -181,7 +181,8 @@ class BackwardBase:
         self.reads_again = config.stream_k or (config.persistent and config.dropout)
         # A block's words have its sequence where its batch, 0, stands else.
         self.numbered = config.varlen and (config.dropout or config.columns or self.biased)
-        # The scheduler says how many steps came before a block: consumers' registers hold no count beside those of a step.
+        # The scheduler says what consumers' registers have no room for beside a long step: the group's size, how many steps
+        # came before a block, modulo the rings, and in TURN_BIT whether its words are the first or the second.
         self.numbers_steps = config.columns and config.tile_m == 128 and not config.dealt
         self.block_words = PACKED_WORDS if config.varlen else DENSE_WORDS
 

@@ -487,6 +487,7 @@ class Consumers(Dealer, DropoutSteps):
             self.hide(r)
         if const_expr(late):
             level = self.statistics(r, stage, 0)
+        # Of long steps a half each before and behind the wait for dP, with its own row statistics: eight registers less.
         halves = const_expr(config.columns and self.by_rows)
         if const_expr(halves):
             self.probabilities(r, m, level, masked, place, 0)
@@ -556,7 +557,10 @@ class Consumers(Dealer, DropoutSteps):
 
     @cute.jit
     def probabilities(self, r, m, level, masked, place=NEAR, half=-1):
-        """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
+        """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place.
+
+        ``half``: 0 or 1 for those of the first or the last queries alone.
+        """
         config = self.config
         for i in cutlass.range_constexpr(2):
             if const_expr(masked and not (config.stream_k or config.columns)):
