@@ -372,7 +372,7 @@ def test_long_blocks_are_cut(batch: int, processors: int, slots: int, built: Bui
     steps = [2 * int(seen[slice_ % heads_kv * 2, n_block]) for n_block, slice_ in blocks]
     cuts: dict[int, int] = {}
     for i in reversed(range(total)):
-        pieces = guided_pieces(steps[i], sum(steps[i:]), sum(steps) // total, processors, choose)
+        pieces = guided_pieces(steps[i], sum(steps[i:]), sum(steps) // total, processors, config.tile_m, choose)
         if pieces > 1 and sum(cuts.values()) + pieces <= slots:
             cuts[i] = pieces
     assert cuts

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import pytest
 
 from warploom.attention.hopper.schedule import (
-    FEWEST_STEPS,
+    FEWEST_QUERIES,
     L2_BYTES,
     PIECES,
     guided_pieces,
@@ -107,7 +107,7 @@ def test_one_long_block_does_not_outlast_the_others() -> None:
         left, pieces, mean = 0, [], sum(blocks) // len(blocks)
         for steps in reversed(blocks):
             left += steps
-            pieces.append(guided_pieces(steps, left, mean, 132, choose) if cut else 1)
+            pieces.append(guided_pieces(steps, left, mean, 132, 64, choose) if cut else 1)
         free = [(0.0, p) for p in range(132)]
         for steps, count in zip(blocks, reversed(pieces), strict=True):
             done = 0.0
@@ -121,9 +121,11 @@ def test_one_long_block_does_not_outlast_the_others() -> None:
     assert makespan(cut=False) > 1.5 * even and makespan(cut=True) < 1.15 * even
 
 
+@pytest.mark.parametrize("tile_m", [64, 128])
 @pytest.mark.parametrize("left", [1, 100, 10**6, 2**31 - 1])
-def test_short_blocks_stay_whole(left: int) -> None:
-    assert guided_pieces(FEWEST_STEPS, left, 1, 132, choose) == guided_pieces(0, left, 0, 132, choose) == 1
+def test_short_blocks_stay_whole(left: int, tile_m: int) -> None:
+    fewest = FEWEST_QUERIES // tile_m
+    assert guided_pieces(fewest, left, 1, 132, tile_m, choose) == guided_pieces(0, left, 0, 132, tile_m, choose) == 1
 
 
 # Key heads and blocks of each: sections and waves.

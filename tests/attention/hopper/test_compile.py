@@ -139,12 +139,18 @@ def test_backward(name: str, built_backward: Built) -> None:
 
 def test_warpgroups_ask_for_no_more_registers_than_there_are() -> None:
     """Else a warpgroup waits for ever: a block of 384 threads starts with 168 each."""
-    from warploom.attention.hopper.backward_base import CONSUMER_REGISTERS, PRODUCER_REGISTERS, TURNS_REGISTERS, WARPGROUPS
+    from warploom.attention.hopper.backward_base import (
+        CONSUMER_REGISTERS,
+        LONG_REGISTERS,
+        PRODUCER_REGISTERS,
+        TURNS_REGISTERS,
+        WARPGROUPS,
+    )
     from warploom.attention.hopper.backward_pair import PairBackward
     from warploom.attention.hopper.backward_roles import RolesBackward
 
     there = 3 * (65536 // 384 // 8 * 8)
-    for consumer, producer in ((CONSUMER_REGISTERS, PRODUCER_REGISTERS), TURNS_REGISTERS):
+    for consumer, producer in ((CONSUMER_REGISTERS, PRODUCER_REGISTERS), LONG_REGISTERS, TURNS_REGISTERS):
         assert there >= WARPGROUPS * consumer + producer
     kernels = [(PairBackward if c.pair else RolesBackward)(c) for c in backward_set() if c.roles or c.pair]
     for kernel in kernels:

@@ -26,6 +26,7 @@ from warploom.kernels.cute.tiles import placed
 WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+LONG_REGISTERS = 232, 40  # of steps of 128 queries under a column mask, beside which ptxas gives the producer few uniform ones
 TURNS_REGISTERS = 224, 56  # where the loader looks for whose turn comes before its block's
 FAR_LEVEL = 3e38  # an lse that makes P 0, as infinity does
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
@@ -38,6 +39,7 @@ DQ_ODD = BackwardBarrier.DQ_FULL_ODD - BackwardBarrier.DQ_FULL
 # whether they rise; for packed sequences also where queries and keys start, how many there are, the shift and the first tile.
 # Where the last blocks are shared out, the bounds are those of a piece in steps, and its block's number among them comes last.
 DENSE_WORDS, PACKED_WORDS = 8, 14
+TURN_BIT = 29  # in the number of a step, the parity of its block, where those are numbered so
 SEED_WORDS = 2  # of dropout, behind all others
 
 
@@ -170,13 +172,18 @@ class BackwardBase:
         # scores are so large that they differ by rounding from those that lse was computed from.
         self.lift = 10 if config.pair else 0
         self.consumer_registers, self.producer_registers = CONSUMER_REGISTERS, PRODUCER_REGISTERS
-        if config.columns and config.deterministic:
+        if config.columns and config.tile_m == 128:
+            self.consumer_registers, self.producer_registers = LONG_REGISTERS
+        if config.columns and (config.deterministic or (config.tile_m == 128 and config.varlen)):
             self.consumer_registers, self.producer_registers = TURNS_REGISTERS
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
         # A block is described again when its steps have ended: registers hold no more.
         self.reads_again = config.stream_k or (config.persistent and config.dropout)
         # A block's words have its sequence where its batch, 0, stands else.
         self.numbered = config.varlen and (config.dropout or config.columns or self.biased)
+        # The scheduler says what consumers' registers have no room for beside a long step: the group's size, how many steps
+        # came before a block, modulo the rings, and in TURN_BIT whether its words are the first or the second.
+        self.numbers_steps = config.columns and config.tile_m == 128 and not config.dealt
         self.block_words = PACKED_WORDS if config.varlen else DENSE_WORDS
 
     def init_both(self, shared: Any, releases: int) -> None:
@@ -330,6 +337,8 @@ class BackwardBase:
         if self.config.varlen:
             lengths = words[DENSE_WORDS - 1 :]
         group_size = given.q_shape[2] // given.k_shape[2]
+        if self.numbers_steps:
+            group_size = tiles[1] >> 2
         return self.work(given, group_size, n_block, head, batch, lengths, tuple(tiles), rising).but(
             turn=turn, base=base, sequence=sequence
         )

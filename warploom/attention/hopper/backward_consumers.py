@@ -20,6 +20,7 @@ from warploom.attention.hopper.backward_base import (
     BOTH,
     DQ_ODD,
     DQ_THREADS,
+    TURN_BIT,
     WARPGROUPS,
     Operands,
     Work,
@@ -98,9 +99,14 @@ class Consumers(Dealer, DropoutSteps):
         n_block = self.next_block(given, turn)
         while n_block >= 0:
             work = self.read_block(given, n_block, turn, base)
+            if const_expr(self.numbers_steps):
+                work = work.but(base=work.slot)
             cute.arch.mbarrier_arrive(given.shared.block_empty)
             self.compute_block(r, work, dk, dv, scale, given.left, given.right)
-            base += self.steps_of(work)
+            if const_expr(self.numbers_steps):
+                turn = (work.base + self.steps_of(work)) >> TURN_BIT
+            else:
+                base += self.steps_of(work)
             turn += 1
             n_block = self.next_block(given, turn)
 
@@ -122,6 +128,8 @@ class Consumers(Dealer, DropoutSteps):
                 release(shared.k_empty)
         self.steps(r, work)
         if const_expr(self.config.columns):
+            if const_expr(self.numbers_steps):
+                work = work.but(turn=r.past >> TURN_BIT)
             self.finish(r, self.again(work), dk, dv, scale)
         elif const_expr(self.reads_again):
             n_block = self.block_word(work.given, work.turn)  # read again, as all else: their registers are the steps'
@@ -479,16 +487,24 @@ class Consumers(Dealer, DropoutSteps):
             self.hide(r)
         if const_expr(late):
             level = self.statistics(r, stage, 0)
-        self.probabilities(r, m, level, masked, place)
+        # Of long steps a half each before and behind the wait for dP, with its own row statistics: eight registers less.
+        halves = const_expr(config.columns and self.by_rows)
+        if const_expr(halves):
+            self.probabilities(r, m, level, masked, place, 0)
+        else:
+            self.probabilities(r, m, level, masked, place)
         delta = None
-        if const_expr(spare and not self.fold):
+        if const_expr(spare and not self.fold and not halves):
             delta = self.statistics(r, stage, 1)
         for i in cutlass.range_constexpr(self.held):
             hold([r.acc_s[4 * i + n] for n in range(4)], r.ds_target)
         warpgroup.wait_group(0)
         if const_expr(config.persistent):
             self.release_last(r, j, shared.v_empty)
-        if const_expr(not spare and not self.fold):
+        if const_expr(halves):
+            level = self.statistics(r, stage, 0)
+            self.probabilities(r, m, level, masked, place, 1)
+        if const_expr((not spare or halves) and not self.fold):
             delta = self.statistics(r, stage, 1)
         self.differentiate(r, delta)
         if const_expr(config.bias_grad):  # before dS is packed, beside which there are no registers
@@ -540,8 +556,11 @@ class Consumers(Dealer, DropoutSteps):
         return cute.make_tensor(values.iterator, cute.make_layout(2 * groups))
 
     @cute.jit
-    def probabilities(self, r, m, level, masked, place=NEAR):
-        """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place."""
+    def probabilities(self, r, m, level, masked, place=NEAR, half=-1):
+        """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place.
+
+        ``half``: 0 or 1 for those of the first or the last queries alone.
+        """
         config = self.config
         for i in cutlass.range_constexpr(2):
             if const_expr(masked and not (config.stream_k or config.columns)):
@@ -555,7 +574,10 @@ class Consumers(Dealer, DropoutSteps):
         p_words = words(r.p)
         if const_expr(self.biased):
             level_of = self.level_of(r, m, masked)
-        for c, i in self.elements():
+        elements = self.elements()
+        if const_expr(half >= 0):
+            elements = elements[half * len(elements) // 2 : (half + 1) * len(elements) // 2]
+        for c, i in elements:
             p = []
             for j in (0, 1):
                 above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]

@@ -70,7 +70,7 @@ class Dealer(ColumnWalk):
         left, cuts = rest, Int32(0)
         for i in cutlass.range(first, past, unroll=1):
             left += steps[count - 1 - i]
-            pieces = schedule.guided_pieces(steps[count - 1 - i], left, mean, processors, choose)
+            pieces = schedule.guided_pieces(steps[count - 1 - i], left, mean, processors, self.tile_m, choose)
             cuts += choose(pieces > 1, HALF, 0) + pieces - 1
         for i in cutlass.range(thread, CUTS, ROW_THREADS, unroll=1):
             counters[table + 1 + 3 * i] = Int32(NO_CUT)
@@ -80,7 +80,7 @@ class Dealer(ColumnWalk):
         number, more, left = before // HALF, before % HALF, rest
         for i in cutlass.range(first, past, unroll=1):
             left += steps[count - 1 - i]
-            pieces = schedule.guided_pieces(steps[count - 1 - i], left, mean, processors, choose)
+            pieces = schedule.guided_pieces(steps[count - 1 - i], left, mean, processors, self.tile_m, choose)
             if pieces > 1:
                 more += pieces - 1
                 number += 1
@@ -123,11 +123,13 @@ class Dealer(ColumnWalk):
     def item(self, counters, index):
         """Block, piece of it, its pieces and its place in the table, of an item; lanes of a warp search together."""
         table, lane = self.table_at(counters), cute.arch.lane_idx()
-        more, apart = counters[table], CUTS // 32
-        later = cute.arch.popc(cute.arch.vote_ballot_sync(counters[table + 1 + 3 * apart * lane] + more > index))
+        apart = CUTS // 32
+        own = table + 3 * apart * lane
+        more = cute.arch.shuffle_sync(counters[own], 0)  # by the address that a lane needs anyway: registers are short
+        later = cute.arch.popc(cute.arch.vote_ballot_sync(counters[own + 1] + more > index))
         start = cutlass.max(later - 1, 0) * apart
-        own = counters[table + 1 + 3 * (start + lane % apart)] + more > index
-        entry = start + cute.arch.popc(cute.arch.vote_ballot_sync(own & (lane < apart)))
+        behind = counters[table + 1 + 3 * (start + lane % apart)] + more > index
+        entry = start + cute.arch.popc(cute.arch.vote_ballot_sync(behind & (lane < apart)))
         block, piece, pieces, slot = index, Int32(0), Int32(1), Int32(0)
         if entry < CUTS:
             at = table + 1 + 3 * entry
@@ -138,7 +140,7 @@ class Dealer(ColumnWalk):
                 if piece >= pieces:  # of a whole block behind it
                     block += 1 + piece - pieces
                     piece, pieces = Int32(0), Int32(1)
-        return block, piece, pieces, entry, slot
+        return block, piece, pieces, entry, slot, more
 
     def cut(self, entry: Any, slot: Any, pieces: Any) -> Any:
         """A word of a cut block's place in the table, where its sums begin and how many pieces it has."""

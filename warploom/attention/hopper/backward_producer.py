@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, WARPGROUPS
+from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, TURN_BIT, WARPGROUPS
 from warploom.attention.hopper.backward_deal import Dealer
 from warploom.kernels.cute.barriers import BackwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import choose
@@ -70,9 +70,7 @@ class Producer(Dealer):
         counter = counters.iterator + (counters.shape[0] - 1)
         total = given.n_blocks * given.slices
         items = total
-        if const_expr(self.config.dealt):
-            items += counters[self.table_at(counters)]
-        turn, index = Int32(0), Int32(0)
+        turn, index, base = Int32(0), Int32(0), Int32(0)
         while index < items:
             cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
             if cute.arch.lane_idx() == 0:
@@ -80,12 +78,15 @@ class Producer(Dealer):
             index = cute.arch.shuffle_sync(index, 0)
             at, piece, pieces, last = index, Int32(0), Int32(1), Int32(0)
             if const_expr(self.config.dealt):
-                at, piece, pieces, entry, slot = self.item(counters, index)
+                at, piece, pieces, entry, slot, more = self.item(counters, index)
+                items = total + more
             work = self.describe(given, cutlass.min(at, total - 1))
             if const_expr(self.config.columns):
                 steps, dead = self.count_steps(work)
                 if const_expr(self.config.dealt):
                     dead |= self.apart(work)
+                if const_expr(self.numbers_steps):
+                    dead |= work.group_size << 2
                 pieces = cutlass.min(pieces, cutlass.max(steps, 1))
                 first, end = steps * piece // pieces, steps * (piece + 1) // pieces
                 work = work.but(bounds=(first, dead, steps, end))
@@ -94,6 +95,9 @@ class Producer(Dealer):
             n_block = choose(index < items, work.n_block, -1)
             if const_expr(not self.config.dealt):
                 last = work.rising
+            if const_expr(self.numbers_steps):
+                last = (base & 3) | (turn & 1) << TURN_BIT
+                base += steps
             words = [n_block, work.head, work.sequence if self.numbered else work.batch, *work.bounds, last]
             if const_expr(varlen):
                 words += [work.q_start, work.k_start, work.seqlen_q, work.seqlen_k, work.shift, work.first_tile]

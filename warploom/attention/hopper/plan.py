@@ -410,7 +410,9 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
     biased = features.bias and dims == (64, 64)
-    if softcap or features.columns or features.dropout or (left and tile_m == 80):  # registers leave no room for more
+    if softcap or features.dropout or (tile_m == 80 and (left or features.columns)):  # registers leave no room for more
+        tile_m = 64
+    if features.columns and left and tile_m == 128 and not (deterministic or varlen):  # a word of the scheduler's spills
         tile_m = 64
     if biased and (deterministic or (features.bias_grad and varlen)):
         tile_m = 64

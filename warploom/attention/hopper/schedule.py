@@ -258,20 +258,21 @@ def handed_out(index: Any, i: Any, whole: Any, split: Any, each: Any, steps: Any
 
 # Blocks of about one length walk the same query tiles and find them in L2, which pieces of them do less. So they are cut where
 # they are longer than LATE halves of a processor's share in what is left; others, OUTLIER times as long as the mean, where they
-# are longer than one share. No piece has fewer steps than handing its sums over is worth. 32768 keys, 8 key heads of 8 query
+# are longer than one share. No piece has fewer queries than handing its sums over is worth. 32768 keys, 8 key heads of 8 query
 # heads: bidirectional spans 591 TFLOP/s, all cut at one share 566. By simulation, processors without work at the end for 3 % of
 # the time where nothing is hidden, if cut at three shares, 0 at one and a half; block diffusion 5 and 1 %.
-LATE, OUTLIER, FEWEST_STEPS = 3, 3, 32
+LATE, OUTLIER, FEWEST_QUERIES = 3, 3, 1024
 MOST_PIECES = 511  # of a block
 
 
-def guided_pieces(steps: Any, left: Any, mean: Any, processors: Any, choose: Any) -> Any:
+def guided_pieces(steps: Any, left: Any, mean: Any, processors: Any, tile_m: int, choose: Any) -> Any:
     """In how many pieces to hand out a masked backward block of so many steps, of ``left`` from its first to the call's last.
 
     Guided self-scheduling: a piece is a processor's share of what is left. ``mean``: steps of a block of the call.
+    ``tile_m``: queries of a step.
     """
-    part = left // processors
-    part = choose(part < FEWEST_STEPS, FEWEST_STEPS, part)
+    part, fewest = left // processors, FEWEST_QUERIES // tile_m
+    part = choose(part < fewest, fewest, part)
     most = choose(steps > OUTLIER * mean, part + part // 4, LATE * part // 2)
     pieces = choose(steps > most, (steps + part - 1) // part, 1)
     return choose(pieces > MOST_PIECES, MOST_PIECES, pieces)
