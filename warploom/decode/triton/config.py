@@ -24,6 +24,7 @@ class Config:
     group: int = 8  # splits that one program may take whole: fewer parts to store and merge
     full: int = 400  # groups of a launch from which on programs take whole ones
     halved: int = 0  # keys of a sequence up to which its splits are halved; a multiple of the split
+    resident: int = 0  # programs that a multiprocessor holds of these stages; with one more two. 0: there is no such variant
     crowd: int = 0  # splits of a launch from which on a program takes both halves of one
 
 
@@ -46,12 +47,19 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         # As many bytes as a tile of the queries' type has. On an H200 104 us against 113 with half as many keys (head_dim 128,
         # 16 sequences of 8,192).
         block_n *= 2
+    if block_m == 16 and itemsize == 2 and width <= 128 and not pairs:
+        # As many bytes as wider tiles have: what a tile of 64 keys takes beside its products, barriers above all, counts twice.
+        block_n = 128
     # From a single sequence about 256 splits over the kv heads and blocks of rows fill an H200, of 64 rows 64: their parts are
     # 32 KiB each, and take time to write and to read. On an H100, groups against single splits, 16 rows of bf16: 512 groups 356
     # against 362 us, 256 groups 187 against 184; of FP8 on an H200 256 groups 92 against 101.
     total, group, full = (64, 4, 100) if block_m == 64 else (256, 8, 250 if pairs else 400)
     # Where a sequence has few splits, halves of them, 16 to 64, keep more multiprocessors busy for half as long.
     halves = 0 if block_m == 64 else min(max(power_of_two(128 // (heads_kv * row_blocks)), 16), 64)
+    # By shared memory and, of 32 rows and of wide ones, registers.
+    resident = 3 if block_m == 16 and width <= 256 else 2
+    if block_m == 64 or pairs or itemsize == 4 or block_m * width > 8192:
+        resident = 0
     return Config(
         block_m=block_m,
         block_n=block_n,
@@ -63,6 +71,7 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         full=full,
         halved=halves * 256,
         crowd=128,
+        resident=resident,
     )
 
 

@@ -20,6 +20,7 @@ from warploom.decode.triton.parts import (
     SCALARS,
     SCATTERED,
     TILE_IN_PAGE,
+    ask_for_pages,
     ended,
     far,
     fold,
@@ -32,6 +33,8 @@ from warploom.decode.triton.parts import (
     settle,
     shown,
     splits,
+    started,
+    summed,
     weigh,
     whole_splits,
 )
@@ -245,6 +248,10 @@ def split_kernel(
         if HALVED > 0:
             nearer = tl.load(table_ptr + (tl.maximum(tl.minimum(other + n, capacity - 1), 0) >> page_shift))
             page = tl.where(lone, nearer, page)
+    if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
+        ask_for_pages(table_ptr, begin, capacity, page_shift)
+        if HALVED > 0:
+            ask_for_pages(table_ptr, other, capacity, page_shift)
     if SHARED:  # noqa: SIM102 (a constexpr)
         if shared > 0:  # the first unit begins elsewhere
             at, _ = unit_splits(program, shared, single, groups, several)
@@ -287,7 +294,7 @@ def split_kernel(
         edge = tl.minimum(begin + size, end)
         if HALVED > 0 and BY_UNIT:
             second = tl.where(pair & (edge < end), N, 0)
-        acc, total, top = nothing(M, DV, SLICES)
+        acc, total, top = started(M, N, DV, SLICES)
         for tile in range(begin, end, N):
             cols = tile + n
             if PAIRS:
@@ -421,7 +428,7 @@ def split_kernel(
                 edge = tl.minimum(edge + size, end)
                 if HALVED > 0:
                     edge += second
-                acc, total, top = nothing(M, DV, SLICES)
+                acc, total, top = started(M, N, DV, SLICES)
 
         if SHARED:
             ahead, _ = unit_splits(unit + programs, shared, single, groups, several)
@@ -436,6 +443,8 @@ def split_kernel(
             page = tl.load(table_ptr + (following >> page_shift), mask=following < last, other=0)
         elif PAGES == SCATTERED:
             page = tl.load(table_ptr + ((following + n) >> page_shift), mask=following + n < last, other=0)
+        if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
+            ask_for_pages(table_ptr, following, capacity, page_shift)
         # A latent cache's units are single splits: registers hold no second accumulator of its width.
         if ALONE:
             unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, acc, total, top)
@@ -447,7 +456,9 @@ def split_kernel(
                 at += 1
                 unit_acc, unit_total, unit_top = ended(acc, total, top, PAIRS)
         if not ALONE or run % runs == runs - 1:
-            if not LATENT:
+            if LATENT:
+                total = summed(total)
+            else:
                 acc, total, top = unit_acc, unit_total, unit_top
             part = tl.interleave(acc[0], acc[1]) if PAIRS else acc[0]
             place_of_row = (batch * T + t) * (HEADS_KV * GROUP) + head_q

@@ -54,6 +54,20 @@ def far(n, stride, NARROW: tl.constexpr):
 
 
 @triton.jit
+def ask_for_pages(table_ptr, begin, capacity, page_shift):
+    """Has L2 fetch the slots of a table, 256 of them, from that of key ``begin`` on.
+
+    A tile's pages are looked at soon after they are asked for, a microsecond too soon where they come from memory.
+    """
+    if not INTERPRETED:
+        slot = (begin >> page_shift) + 8 * tl.arange(0, 32)
+        at = table_ptr + clamp(slot, 0, tl.maximum(capacity - 1, 0) >> page_shift)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def place_of_token(
     t, batch, length, table_ptr, slots_ptr, stride_table, stride_slots, stride_slots_t, pages, page_size, capacity
 ):  # fmt: skip
@@ -179,6 +193,48 @@ def nothing(M: tl.constexpr, DV: tl.constexpr, SLICES: tl.constexpr):
 
 
 @triton.jit
+def started(M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, SLICES: tl.constexpr):
+    """A split's running softmax that holds nothing yet: `nothing`, its total in several parts where `weighed` has them."""
+    return zeros(M, DV, SLICES), no_weights(M, N), tl.full((M,), float("-inf"), tl.float32)
+
+
+@triton.jit
+def no_weights(M: tl.constexpr, N: tl.constexpr):
+    """Totals of M rows that hold nothing yet."""
+    if M < 64:
+        return tl.zeros((M, tl.constexpr(min(N // 8, 4)), 4), tl.float32)
+    else:
+        return tl.zeros((M,), tl.float32)
+
+
+@triton.jit
+def weighed(p, total, rescale):
+    """The running totals of M rows, a tile's weights (M, N) later.
+
+    Of fewer than 64 rows four warps have eight columns each by turns, and a thread two of them: totals stay apart by warp and
+    thread, (M, 4, 4), until the split ends. Put together tile by tile they would take turns through shared memory, and three
+    barriers of a tile's eight. Of 64 rows a warp has whole rows.
+    """
+    M: tl.constexpr = p.shape[0]
+    N: tl.constexpr = p.shape[1]
+    if M < 64:
+        W: tl.constexpr = min(N // 8, 4)
+        own = tl.sum(tl.sum(tl.reshape(p, (M, N // (8 * W), W, 4, 2)), 4), 1)
+        return tl.fma(total, tl.broadcast_to(rescale[:, None, None], total.shape), own)
+    else:
+        return total * rescale + tl.sum(p, 1)
+
+
+@triton.jit
+def summed(total):
+    """A split's totals as one number a row."""
+    if len(total.shape) == 3:
+        return tl.sum(tl.sum(total, 2), 1)
+    else:
+        return total
+
+
+@triton.jit
 def fold_all(accs, total, top, parts, part_total, part_top):
     """`fold` of rows whose columns are in several accumulators."""
     new_accs = ()
@@ -194,6 +250,7 @@ def ended(accs, total, top, SCALED: tl.constexpr):
 
     SCALED, as `weigh_scaled` has it: normalised, since powers of two of scales are in its maximum, beside which others vanish.
     """
+    total = summed(total)
     if SCALED:
         divided = ()
         for i in tl.static_range(len(accs)):
@@ -228,5 +285,4 @@ def weigh(s, top, total):
     base = finite(new_top)
     p = tl.exp2(s - base[:, None])
     rescale = tl.exp2(top - base)
-    total = total * rescale + tl.sum(p, 1)
-    return p, rescale, total, new_top
+    return p, rescale, weighed(p, total, rescale), new_top

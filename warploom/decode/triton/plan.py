@@ -32,8 +32,10 @@ _SHARE = (
 # H200 16 sequences of 1,024 took 29.2 us for 32.4, of 2,048 46.7 for 53.8 (8 key heads), unlike ones to 4,096 117 for 102. FP8
 # was not timed so.
 _SHORT, _FEW = 2048, 120
-# Parts that the merge loads at once, whole groups of them.
+# Parts that the merge loads at once, whole groups of them; twice as many where there are more and few columns of each.
 _AHEAD = 16
+# How long a program alone on a multiprocessor of an H200 takes, of a multiprocessor's share of the memory's rate.
+_ALONE = 1.2
 # Elements that strides count in where they can: 16 bytes of a dtype of 16 bits, and those of one of 8 bits.
 UNIT = 8
 UNIT_FP8 = 16
@@ -127,9 +129,11 @@ def plan(shape: Shape) -> Plan:
         items = s.heads_kv * chunks * max(min(s.capacity // c.split, c.max_splits), halves // half)
         max_units = max(max_splits, -(-halves // half))
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
+    deep = grouped or _deeper(pairs * programs, c, s)
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
-    split, merge = _constants(s, c, final, grouped, pdl, least, merge_dim, blocks)
+    ahead = _ahead(max_units, merge_dim) // c.group
+    split, merge = _constants(s, c, final, deep, pdl, least, merge_dim, ahead, blocks)
     rows = s.batch * s.heads_q * s.queries
     direct = s.unit > 1 and not (s.bias and s.bias.wide)
     sharing = {n: split[n] for n in _SHARE if n in split} | {"BLOCKS": blocks, "num_stages": c.stages}
@@ -150,11 +154,40 @@ def plan(shape: Shape) -> Plan:
     )
 
 
+def _ahead(units: int, merge_dim: int) -> int:
+    """Parts that the merge loads at once."""
+    return 2 * _AHEAD if units > _AHEAD and merge_dim <= 32 else _AHEAD
+
+
 def _merge_dim(rows: int, c: Config) -> int:
     """Columns of a program of the merge, a warp: few, which read much at once, until the programs of all rows take turns."""
     if rows >= 2048:
         return 128
     return 64 if c.block_m == 64 else 32
+
+
+def _deeper(programs: int, c: Config, s: Shape) -> bool:
+    """Whether programs have one stage more: two of them on a multiprocessor in place of ``c.resident`` of them."""
+    if c.resident == 0 or s.device is None or torch.cuda.get_device_capability(s.device)[0] not in (9, 10):
+        return False
+    if c.resident == 2 or (_pages(s, c) == SCATTERED and c.block_n < 128):  # which takes more registers
+        return True
+    processors = _processors(s.device)
+    return _waves(programs, 2, processors) <= _waves(programs, c.resident, processors)
+
+
+def _waves(programs: int, resident: int, processors: int) -> float:
+    """How long so many programs take, in units of one a multiprocessor at the rate of the memory.
+
+    What does not fill the last wave takes as long as a program alone, whose products do not keep up with the memory.
+    """
+    waves, rest = divmod(programs, resident * processors)
+    return waves * resident + (max(rest / processors, _ALONE) if rest else 0.0)
+
+
+@lru_cache
+def _processors(device: int | None) -> int:
+    return 132 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _shared_blocks(s: Shape | DecodeProblem, c: Config, rows: int, bias: str) -> int:
@@ -189,6 +222,13 @@ def _pairs(s: Shape | DecodeProblem) -> bool:
     return s.fp8 and s.dtype.itemsize == 2
 
 
+def _pages(s: Shape, c: Config) -> Any:
+    """Where a tile's keys lie."""
+    if s.table_width < 2:
+        return ONE_PAGE if s.table_width else CONTIGUOUS
+    return TILE_IN_PAGE if s.page_size % c.block_n == 0 else SCATTERED
+
+
 def _config(s: Shape | DecodeProblem, rows: int) -> Config:
     if s.latent:
         return latent_config(rows, s.dtype.itemsize, s.heads_kv)
@@ -196,15 +236,10 @@ def _config(s: Shape | DecodeProblem, rows: int) -> Config:
 
 
 def _constants(
-    s: Shape, c: Config, final: bool, grouped: bool, pdl: bool, least: bool, merge_dim: int, blocks: int
+    s: Shape, c: Config, final: bool, deep: bool, pdl: bool, least: bool, merge_dim: int, ahead: int, blocks: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs and options of the two kernels."""
-    if s.table_width == 0:
-        pages = CONTIGUOUS
-    elif s.table_width == 1:
-        pages = ONE_PAGE
-    else:
-        pages = TILE_IN_PAGE if s.page_size % c.block_n == 0 else SCATTERED
+    pages = _pages(s, c)
     shared = {
         "T": s.queries,
         "HEAD_DIM_V": s.head_dim_v,
@@ -249,12 +284,12 @@ def _constants(
         "ALONE": c.block_m >= 64 and not s.latent,
         "UNIT": s.unit,
         "SHARED": blocks > 0,
-        "NARROW": s.narrow and _pairs(s) and pages in (TILE_IN_PAGE, SCATTERED),
+        "NARROW": s.narrow and (pages in (TILE_IN_PAGE, SCATTERED) or not _pairs(s)),
         "num_warps": c.warps,
-        # Groups of fewer than 64 rows run in waves of two programs a multiprocessor, which the deeper pipeline's memory allows.
-        "num_stages": c.stages + (grouped and c.block_m < 64),
+        # Of fewer than 64 rows the deeper pipeline's memory allows two programs a multiprocessor.
+        "num_stages": c.stages + (deep and c.block_m < 64),
     }
     return shared | split, shared | {
-        "DV": merge_dim, "AHEAD": _AHEAD // c.group, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0,
+        "DV": merge_dim, "AHEAD": ahead, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0,
         "FINAL": final and blocks > 0, "num_warps": 1,
     }  # fmt: skip
