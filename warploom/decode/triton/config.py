@@ -24,7 +24,6 @@ class Config:
     group: int = 8  # splits that one program may take whole: fewer parts to store and merge
     full: int = 400  # groups of a launch from which on programs take whole ones
     halved: int = 0  # keys of a sequence up to which its splits are halved; a multiple of the split
-    resident: int = 0  # programs that a multiprocessor holds of these stages; with one more two. 0: there is no such variant
     crowd: int = 0  # splits of a launch from which on a program takes both halves of one
 
 
@@ -56,10 +55,6 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
     total, group, full = (64, 4, 100) if block_m == 64 else (256, 8, 250 if pairs else 400)
     # Where a sequence has few splits, halves of them, 16 to 64, keep more multiprocessors busy for half as long.
     halves = 0 if block_m == 64 else min(max(power_of_two(128 // (heads_kv * row_blocks)), 16), 64)
-    # By shared memory and, of 32 rows and of wide ones, registers.
-    resident = 3 if block_m == 16 and width <= 256 else 2
-    if block_m == 64 or pairs or itemsize == 4 or block_m * width > 8192:
-        resident = 0
     return Config(
         block_m=block_m,
         block_n=block_n,
@@ -71,7 +66,6 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         full=full,
         halved=halves * 256,
         crowd=128,
-        resident=resident,
     )
 
 

@@ -20,7 +20,6 @@ from warploom.decode.triton.parts import (
     SCALARS,
     SCATTERED,
     TILE_IN_PAGE,
-    ask_for_pages,
     ended,
     far,
     fold,
@@ -35,6 +34,7 @@ from warploom.decode.triton.parts import (
     splits,
     started,
     summed,
+    takes_groups,
     weigh,
     whole_splits,
 )
@@ -189,6 +189,7 @@ def split_kernel(
 
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
+    grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (HEADS_KV * ROW_BLOCKS), capacity)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     begin = start + program * each * size
     gathered = each > 1
@@ -248,10 +249,6 @@ def split_kernel(
         if HALVED > 0:
             nearer = tl.load(table_ptr + (tl.maximum(tl.minimum(other + n, capacity - 1), 0) >> page_shift))
             page = tl.where(lone, nearer, page)
-    if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
-        ask_for_pages(table_ptr, begin, capacity, page_shift)
-        if HALVED > 0:
-            ask_for_pages(table_ptr, other, capacity, page_shift)
     if SHARED:  # noqa: SIM102 (a constexpr)
         if shared > 0:  # the first unit begins elsewhere
             at, _ = unit_splits(program, shared, single, groups, several)
@@ -443,8 +440,6 @@ def split_kernel(
             page = tl.load(table_ptr + (following >> page_shift), mask=following < last, other=0)
         elif PAGES == SCATTERED:
             page = tl.load(table_ptr + ((following + n) >> page_shift), mask=following + n < last, other=0)
-        if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
-            ask_for_pages(table_ptr, following, capacity, page_shift)
         # A latent cache's units are single splits: registers hold no second accumulator of its width.
         if ALONE:
             unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, acc, total, top)
@@ -609,6 +604,7 @@ def _merge_row(
     # Read before the wait: the split kernel let this one start only after its own wait, so the lengths are settled.
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
+    grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (heads_q * T), capacity)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     # A group is one unit or several.
     step = tl.where(each == 1, GROUP_SPLITS, 1)

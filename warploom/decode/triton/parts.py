@@ -54,20 +54,6 @@ def far(n, stride, NARROW: tl.constexpr):
 
 
 @triton.jit
-def ask_for_pages(table_ptr, begin, capacity, page_shift):
-    """Has L2 fetch the slots of a table, 256 of them, from that of key ``begin`` on.
-
-    A tile's pages are looked at soon after they are asked for, a microsecond too soon where they come from memory.
-    """
-    if not INTERPRETED:
-        slot = (begin >> page_shift) + 8 * tl.arange(0, 32)
-        at = table_ptr + clamp(slot, 0, tl.maximum(capacity - 1, 0) >> page_shift)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def place_of_token(
     t, batch, length, table_ptr, slots_ptr, stride_table, stride_slots, stride_slots_t, pages, page_size, capacity
 ):  # fmt: skip
@@ -108,6 +94,21 @@ def whole_splits(keys, size, SPLIT: tl.constexpr, HALVED: tl.constexpr, LEAST: t
         return whole
     else:
         return keys // size
+
+
+@triton.jit
+def takes_groups(grouped, lengths_ptr, sequences, capacity):
+    """Whether programs take groups of splits: 1 and 0 say it, more is how many keys all sequences have from which on they do.
+
+    A capacity does not tell a batch of long sequences from one of a few long ones, whose groups would be most of a call's time.
+    """
+    if grouped > 1:
+        n = tl.arange(0, 128)
+        keys = tl.zeros((128,), tl.int64)
+        for i in range(0, sequences, 128):
+            keys += clamp(tl.load(lengths_ptr + i + n, mask=i + n < sequences, other=0), 0, capacity)
+        grouped = (tl.sum(keys) >= grouped).to(tl.int32)
+    return grouped
 
 
 @triton.jit
