@@ -213,8 +213,8 @@ def weighed(p, total, rescale):
     """The running totals of M rows, a tile's weights (M, N) later.
 
     Of fewer than 64 rows four warps have eight columns each by turns, and a thread two of them: totals stay apart by warp and
-    thread, (M, 4, 4), until the split ends. Put together tile by tile they would take turns through shared memory, and three
-    barriers of a tile's eight. Of 64 rows a warp has whole rows.
+    thread, (M, 4, 4), until the split ends. Put together tile by tile they would go through shared memory, and a tile would
+    have one barrier more. Of 64 rows a warp has whole rows.
     """
     M: tl.constexpr = p.shape[0]
     N: tl.constexpr = p.shape[1]

@@ -32,7 +32,7 @@ _SHARE = (
 # H200 16 sequences of 1,024 took 29.2 us for 32.4, of 2,048 46.7 for 53.8 (8 key heads), unlike ones to 4,096 117 for 102. FP8
 # was not timed so.
 _SHORT, _FEW = 2048, 120
-# Parts that the merge loads at once, whole groups of them; twice as many where there are more and few columns of each.
+# Parts that the merge loads at once, whole groups of them; twice as many where there are more, of few columns each.
 _AHEAD = 16
 # Elements that strides count in where they can: 16 bytes of a dtype of 16 bits, and those of one of 8 bits.
 UNIT = 8
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
     left: int | None
     softcap: bool
     prefix: str  # "found" on the device, "keys" of all sequences, "" without
-    narrow: bool  # 32 bits hold the strides of k, v and their scales; asked of FP8 caches alone
+    narrow: bool  # 32 bits hold the strides of k, v and their scales
     unit: int  # strides of q, k and v count in these; with 1 pointers need not lie at multiples of 16 bytes either
     device: int | None  # None: the interpreter
 
