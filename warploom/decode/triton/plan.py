@@ -171,7 +171,8 @@ def _grouped(s: Shape, c: Config, pairs: int, max_splits: int, reach: int, block
     full = min(c.full, _FEW) if reach <= _SHORT and not s.fp8 else c.full
     if pairs * -(-max_splits // c.group) < full:
         return 0
-    if max_splits <= c.group or c.block_m == 64 or s.left is not None or blocks:
+    # Who decides was not timed with FP8 and tiles of 64 rows.
+    if max_splits <= c.group or c.block_m == 64 or s.fp8 or s.left is not None or blocks:
         return 1
     size = c.split if reach <= c.split * c.max_splits else 2 * c.split
     return max(full * c.group * size * s.batch // pairs, 2)
@@ -289,7 +290,8 @@ def _constants(
         "ALONE": c.block_m >= 64 and not s.latent,
         "UNIT": s.unit,
         "SHARED": blocks > 0,
-        "NARROW": s.narrow and (pages in (TILE_IN_PAGE, SCATTERED) or not _pairs(s)),
+        # A latent cache's accumulators fill the registers, and more of them were spilled.
+        "NARROW": s.narrow and not s.latent and (pages in (TILE_IN_PAGE, SCATTERED) or not _pairs(s)),
         "num_warps": c.warps,
         # Of fewer than 64 rows the deeper pipeline's memory allows two programs a multiprocessor.
         "num_stages": c.stages + (deep and c.block_m < 64),
