@@ -189,7 +189,9 @@ def split_kernel(
 
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
-    grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (HEADS_KV * ROW_BLOCKS), capacity)
+    if M < 64 and not (LATENT or FP8 or HAS_LEFT or SHARED or FINAL):
+        # Others are told; those of many rows would spill more.
+        grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (HEADS_KV * ROW_BLOCKS), capacity)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     begin = start + program * each * size
     gathered = each > 1

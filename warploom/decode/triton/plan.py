@@ -290,8 +290,7 @@ def _constants(
         "ALONE": c.block_m >= 64 and not s.latent,
         "UNIT": s.unit,
         "SHARED": blocks > 0,
-        # A latent cache's accumulators fill the registers, and more of them were spilled.
-        "NARROW": s.narrow and not s.latent and (pages in (TILE_IN_PAGE, SCATTERED) or not _pairs(s)),
+        "NARROW": s.narrow and (pages in (TILE_IN_PAGE, SCATTERED) or not _pairs(s)),
         "num_warps": c.warps,
         # Of fewer than 64 rows the deeper pipeline's memory allows two programs a multiprocessor.
         "num_stages": c.stages + (deep and c.block_m < 64),
