@@ -182,10 +182,11 @@ def _deeper(programs: int, c: Config, s: Shape) -> bool:
     """Whether programs have one stage more, and a multiprocessor two of them in place of three.
 
     Only where two rounds of two hold them all and one of three does not: what is left of that would be alone, and the products
-    of a program alone do not keep up with the memory. Else three are as fast, to 5 % faster on an H200.
+    of a program alone do not keep up with the memory. Else three are as fast, to 5 % faster on an H200, and so they are over
+    pages and at head_dim 64, whose tiles are half as many bytes.
     """
-    wide = max(s.head_dim, s.head_dim_v) > 128  # of which registers allow two
-    if c.block_m > 16 or wide or s.latent or s.dtype.itemsize != 2 or _pairs(s) or s.device is None:
+    middle = 64 < max(s.head_dim, s.head_dim_v) <= 128  # past it registers allow two programs
+    if c.block_m > 16 or not middle or s.table_width or s.latent or s.dtype.itemsize != 2 or _pairs(s) or s.device is None:
         return False
     processors = _processors(s.device)
     return 3 * processors < programs <= 4 * processors and torch.cuda.get_device_capability(s.device)[0] in (9, 10)
