@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -352,6 +353,7 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
             patch.object(call, "capability", lambda device: architecture),
             patch.object(stats, "capability", lambda device: architecture),
             patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(architecture, 10)),
+            patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)),
         ):
             yield launches
     finally:

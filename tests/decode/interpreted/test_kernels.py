@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.decode.cases import BROAD, CASES, DEEP, case
 from tests.decode.harness import Case, check, run
@@ -19,6 +21,7 @@ from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.problem import AppendArgs, DecodeArgs
 from warploom.decode.triton import launch, plan
 from warploom.decode.triton.config import Config, config
+from warploom.decode.triton.parts import takes_groups
 from warploom.decode.triton.tokens import append as triton_append
 
 
@@ -147,6 +150,51 @@ def test_sequences_are_cut_by_their_own_length(monkeypatch: pytest.MonkeyPatch) 
     ]  # fmt: skip
     one = planned(3, 32)
     assert one.grouped and one.merge is None  # both halves are one program's, which writes the result
+
+
+@triton.jit
+def _asks(lengths_ptr, found_ptr, grouped, sequences, capacity):
+    tl.store(found_ptr, takes_groups(grouped, lengths_ptr, sequences, capacity))
+
+
+@pytest.mark.parametrize("sequences", [1, 128, 300])
+def test_keys_of_all_sequences(sequences: int) -> None:
+    """What is said, and what is found of lengths between 0 and the capacity."""
+    lengths = torch.randint(-9, 99, (sequences,), dtype=torch.int32)
+    lengths[-1] = 7
+    keys = int(lengths.clamp(0, 64).sum())
+    found = torch.empty((), dtype=torch.int32)
+    for grouped, want in ((0, 0), (1, 1), (keys, 1), (keys + 1, 0)):
+        _asks[(1,)](lengths, found, grouped, sequences, 64)
+        assert int(found) == want, (keys, grouped)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_bits_do_not_depend_on_who_takes_groups(page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the capacity no program, and by the keys of all: from 1,024 on, which the last sequence has or has not."""
+    seed = random.randrange(2**31)
+    results = []
+    for full, length in ((10**9, 4), (4, 4), (4, 3)):
+        shrink(monkeypatch, full=full)
+        plan.plan.cache_clear()
+        c = Case(seed, [500, 20, 500, length], queries=2, heads_q=2, heads_kv=1, capacity=512, page_size=page_size)
+        p = launch._plan_of(_args(c.q(), c.cache()))[0]
+        assert p.merge is not None and p.grouped == (1024 if full == 4 else 0)
+        results.append(run(c, "triton"))
+    for out, lse in results[1:]:
+        assert torch.equal(out[:3], results[0][0][:3]) and torch.equal(lse[:3], results[0][1][:3]), seed
+
+
+@pytest.mark.parametrize("processors,stages", [(15, 2), (16, 3), (21, 3), (22, 2), (64, 2)])
+def test_a_stage_more_where_it_saves_a_round(processors: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 programs, of which a multiprocessor holds two with it and three without."""
+    shrink(monkeypatch)
+    monkeypatch.setattr(plan, "_processors", lambda device: processors)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "plan", lambda shape: plan.plan(shape._replace(device=0)))
+    c = Case(0, [512] * 4, heads_q=2, heads_kv=1, dtype=torch.float16)
+    p = launch._plan_of(_args(c.q(), c.cache()))[0]
+    assert p.grid == (4, 16) and p.split._constants["num_stages"] == stages
 
 
 def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPatch) -> None:

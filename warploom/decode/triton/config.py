@@ -46,6 +46,9 @@ def config(rows: int, head_dim: int, head_dim_v: int, itemsize: int, heads_kv: i
         # As many bytes as a tile of the queries' type has. On an H200 104 us against 113 with half as many keys (head_dim 128,
         # 16 sequences of 8,192).
         block_n *= 2
+    if block_m == 16 and itemsize == 2 and width <= 128 and not pairs:
+        # As many bytes as wider tiles have: what a tile of 64 keys takes beside its products, barriers above all, counts twice.
+        block_n = 128
     # From a single sequence about 256 splits over the kv heads and blocks of rows fill an H200, of 64 rows 64: their parts are
     # 32 KiB each, and take time to write and to read. On an H100, groups against single splits, 16 rows of bf16: 512 groups 356
     # against 362 us, 256 groups 187 against 184; of FP8 on an H200 256 groups 92 against 101.

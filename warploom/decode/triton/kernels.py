@@ -32,6 +32,9 @@ from warploom.decode.triton.parts import (
     settle,
     shown,
     splits,
+    started,
+    summed,
+    takes_groups,
     weigh,
     whole_splits,
 )
@@ -186,6 +189,9 @@ def split_kernel(
 
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
+    if M < 64 and not (LATENT or FP8 or HAS_LEFT or SHARED or FINAL):
+        # Others are told; those of many rows would spill more.
+        grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (HEADS_KV * ROW_BLOCKS), capacity)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     begin = start + program * each * size
     gathered = each > 1
@@ -287,7 +293,7 @@ def split_kernel(
         edge = tl.minimum(begin + size, end)
         if HALVED > 0 and BY_UNIT:
             second = tl.where(pair & (edge < end), N, 0)
-        acc, total, top = nothing(M, DV, SLICES)
+        acc, total, top = started(M, N, DV, SLICES)
         for tile in range(begin, end, N):
             cols = tile + n
             if PAIRS:
@@ -421,7 +427,7 @@ def split_kernel(
                 edge = tl.minimum(edge + size, end)
                 if HALVED > 0:
                     edge += second
-                acc, total, top = nothing(M, DV, SLICES)
+                acc, total, top = started(M, N, DV, SLICES)
 
         if SHARED:
             ahead, _ = unit_splits(unit + programs, shared, single, groups, several)
@@ -447,7 +453,9 @@ def split_kernel(
                 at += 1
                 unit_acc, unit_total, unit_top = ended(acc, total, top, PAIRS)
         if not ALONE or run % runs == runs - 1:
-            if not LATENT:
+            if LATENT:
+                total = summed(total)
+            else:
                 acc, total, top = unit_acc, unit_total, unit_top
             part = tl.interleave(acc[0], acc[1]) if PAIRS else acc[0]
             place_of_row = (batch * T + t) * (HEADS_KV * GROUP) + head_q
@@ -598,6 +606,7 @@ def _merge_row(
     # Read before the wait: the split kernel let this one start only after its own wait, so the lengths are settled.
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
+    grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (heads_q * T), capacity)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     # A group is one unit or several.
     step = tl.where(each == 1, GROUP_SPLITS, 1)

@@ -216,7 +216,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             left=left,
             softcap=softcap != 0.0,
             prefix="found" if args.prefix is not None else "keys" if args.prefix_keys else "",
-            narrow=k_scale is not None and max(*strides[3:], *scales) < 2**31,
+            narrow=max(*strides[3:], *scales) < 2**31,
             unit=unit,
             device=q.device.index if q.is_cuda else None,
         )

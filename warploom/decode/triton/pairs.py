@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.decode.triton.parts import weighed
 from warploom.kernels.triton.numerics import INTERPRETED, clamp
 from warploom.kernels.triton.operands import power_of_two
 from warploom.kernels.triton.softmax import finite
@@ -125,7 +126,7 @@ def weigh_scaled(s, e, inverse, f, top, total, taken):
     base = finite(new_top)
     w = tl.exp2(s - base[:, None])
     rescale = tl.exp2(top - base)
-    total = total * rescale + tl.sum(_of(taken, w * inverse[None, :], 0.0), 1)
+    total = weighed(_of(taken, w * inverse[None, :], 0.0), total, rescale)
     return _of(taken, w * f[None, :], 0.0).to(tl.float16), rescale, total, new_top
 
 

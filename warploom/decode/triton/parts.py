@@ -97,6 +97,21 @@ def whole_splits(keys, size, SPLIT: tl.constexpr, HALVED: tl.constexpr, LEAST: t
 
 
 @triton.jit
+def takes_groups(grouped, lengths_ptr, sequences, capacity):
+    """Whether programs take groups of splits: 1 and 0 say it, more is how many keys all sequences have from which on they do.
+
+    A capacity does not tell a batch of long sequences from one of a few long ones, whose groups would be most of a call's time.
+    """
+    if grouped > 1:
+        n = tl.arange(0, 128)
+        keys = tl.zeros((128,), tl.int64)
+        for i in range(0, sequences, 128):
+            keys += clamp(tl.load(lengths_ptr + i + n, mask=i + n < sequences, other=0), 0, capacity)
+        grouped = (tl.sum(keys) >= grouped).to(tl.int32)
+    return grouped
+
+
+@triton.jit
 def splits(
     first, last, grouped, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, GROUP_SPLITS: tl.constexpr, N: tl.constexpr,
     LEAST: tl.constexpr,
@@ -179,6 +194,48 @@ def nothing(M: tl.constexpr, DV: tl.constexpr, SLICES: tl.constexpr):
 
 
 @triton.jit
+def started(M: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, SLICES: tl.constexpr):
+    """A split's running softmax that holds nothing yet: `nothing`, its total in several parts where `weighed` has them."""
+    return zeros(M, DV, SLICES), no_weights(M, N), tl.full((M,), float("-inf"), tl.float32)
+
+
+@triton.jit
+def no_weights(M: tl.constexpr, N: tl.constexpr):
+    """Totals of M rows that hold nothing yet."""
+    if M < 64:
+        return tl.zeros((M, tl.constexpr(min(N // 8, 4)), 4), tl.float32)
+    else:
+        return tl.zeros((M,), tl.float32)
+
+
+@triton.jit
+def weighed(p, total, rescale):
+    """The running totals of M rows, a tile's weights (M, N) later.
+
+    Of fewer than 64 rows four warps have eight columns each by turns, and a thread two of them: totals stay apart by warp and
+    thread, (M, 4, 4), until the split ends. Put together tile by tile they would go through shared memory, and a tile would
+    have one barrier more. Of 64 rows a warp has whole rows.
+    """
+    M: tl.constexpr = p.shape[0]
+    N: tl.constexpr = p.shape[1]
+    if M < 64:
+        W: tl.constexpr = min(N // 8, 4)
+        own = tl.sum(tl.sum(tl.reshape(p, (M, N // (8 * W), W, 4, 2)), 4), 1)
+        return tl.fma(total, tl.broadcast_to(rescale[:, None, None], total.shape), own)
+    else:
+        return total * rescale + tl.sum(p, 1)
+
+
+@triton.jit
+def summed(total):
+    """A split's totals as one number a row."""
+    if len(total.shape) == 3:
+        return tl.sum(tl.sum(total, 2), 1)
+    else:
+        return total
+
+
+@triton.jit
 def fold_all(accs, total, top, parts, part_total, part_top):
     """`fold` of rows whose columns are in several accumulators."""
     new_accs = ()
@@ -194,6 +251,7 @@ def ended(accs, total, top, SCALED: tl.constexpr):
 
     SCALED, as `weigh_scaled` has it: normalised, since powers of two of scales are in its maximum, beside which others vanish.
     """
+    total = summed(total)
     if SCALED:
         divided = ()
         for i in tl.static_range(len(accs)):
@@ -228,5 +286,4 @@ def weigh(s, top, total):
     base = finite(new_top)
     p = tl.exp2(s - base[:, None])
     rescale = tl.exp2(top - base)
-    total = total * rescale + tl.sum(p, 1)
-    return p, rescale, total, new_top
+    return p, rescale, weighed(p, total, rescale), new_top

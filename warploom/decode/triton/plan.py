@@ -32,7 +32,7 @@ _SHARE = (
 # H200 16 sequences of 1,024 took 29.2 us for 32.4, of 2,048 46.7 for 53.8 (8 key heads), unlike ones to 4,096 117 for 102. FP8
 # was not timed so.
 _SHORT, _FEW = 2048, 120
-# Parts that the merge loads at once, whole groups of them.
+# Parts that the merge loads at once, whole groups of them; twice as many where there are more, of few columns each.
 _AHEAD = 16
 # Elements that strides count in where they can: 16 bytes of a dtype of 16 bits, and those of one of 8 bits.
 UNIT = 8
@@ -69,7 +69,7 @@ class Shape(NamedTuple):
     left: int | None
     softcap: bool
     prefix: str  # "found" on the device, "keys" of all sequences, "" without
-    narrow: bool  # 32 bits hold the strides of k, v and their scales; asked of FP8 caches alone
+    narrow: bool  # 32 bits hold the strides of k, v and their scales
     unit: int  # strides of q, k and v count in these; with 1 pointers need not lie at multiples of 16 bytes either
     device: int | None  # None: the interpreter
 
@@ -81,7 +81,7 @@ class Plan:
     grid: tuple[int, int]
     merge_grid: tuple[int, int]
     programs: int  # of a sequence, kv head and row block
-    grouped: int  # 1: programs take groups of splits
+    grouped: int  # 1: programs take groups of splits; 0: none; more: by the keys of all sequences, as `takes_groups` has it
     crowded: int  # keys of a sequence from which on programs take both halves of a split
     max_units: int  # places for parts of a sequence's row
     parts: int  # in all
@@ -106,19 +106,17 @@ def plan(shape: Shape) -> Plan:
     row_blocks = -(-rows // c.block_m)
     pairs = s.batch * s.heads_kv * row_blocks
     halves, half = min(reach, c.halved), c.split // 2
-    full = min(c.full, _FEW) if reach <= _SHORT and not s.fp8 else c.full
-    # Both halves of a lone split are one program's, which writes the result.
-    grouped = not s.latent and (pairs * -(-max_splits // c.group) >= full or (halves > 0 and max_splits == 1))
+    blocks = _shared_blocks(s, c, rows, "" if s.bias is None else s.bias.kind) if max_splits > 1 else 0
+    grouped = _grouped(s, c, pairs, max_splits, reach, blocks)
     crowded = -(-c.crowd * c.split // pairs)
     # The kernels group splits of up to twice the least size; a longer sequence has a unit a split.
-    if grouped and reach <= 2 * c.split * c.max_splits:
+    if grouped == 1 and reach <= 2 * c.split * c.max_splits:
         units = max_units = -(-max_splits // c.group)
     else:
         units = max(max_splits, -(-min(halves, crowded) // half))
         max_units = max(max_splits, -(-halves // half))
     programs = min(units, max(_PROGRAMS // pairs, 4))
     final = max_units == 1
-    blocks = _shared_blocks(s, c, rows, "" if s.bias is None else s.bias.kind) if max_splits > 1 else 0
     chunk = items = 0
     if blocks:
         most = blocks * c.block_m // rows
@@ -127,9 +125,11 @@ def plan(shape: Shape) -> Plan:
         items = s.heads_kv * chunks * max(min(s.capacity // c.split, c.max_splits), halves // half)
         max_units = max(max_splits, -(-halves // half))
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
+    deep = grouped > 0 or _deeper(pairs * programs, c, s)
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
-    split, merge = _constants(s, c, final, grouped, pdl, least, merge_dim, blocks)
+    ahead = _ahead(max_units, merge_dim) // c.group
+    split, merge = _constants(s, c, final, deep, pdl, least, merge_dim, ahead, blocks)
     rows = s.batch * s.heads_q * s.queries
     direct = s.unit > 1 and not (s.bias and s.bias.wide)
     sharing = {n: split[n] for n in _SHARE if n in split} | {"BLOCKS": blocks, "num_stages": c.stages}
@@ -137,7 +137,7 @@ def plan(shape: Shape) -> Plan:
         grid=(pairs, programs),
         merge_grid=(min(rows, _MERGING) if final else rows, -(-s.head_dim_v // merge_dim)),
         programs=programs,
-        grouped=int(grouped),
+        grouped=grouped,
         crowded=crowded,
         max_units=max_units,
         parts=rows * max_units,
@@ -150,11 +150,51 @@ def plan(shape: Shape) -> Plan:
     )
 
 
+def _ahead(units: int, merge_dim: int) -> int:
+    """Parts that the merge loads at once."""
+    return 2 * _AHEAD if units > _AHEAD and merge_dim <= 32 else _AHEAD
+
+
 def _merge_dim(rows: int, c: Config) -> int:
     """Columns of a program of the merge, a warp: few, which read much at once, until the programs of all rows take turns."""
     if rows >= 2048:
         return 128
     return 64 if c.block_m == 64 else 32
+
+
+def _grouped(s: Shape, c: Config, pairs: int, max_splits: int, reach: int, blocks: int) -> int:
+    """`Plan.grouped`."""
+    if s.latent:
+        return 0
+    if max_splits == 1 and c.halved:
+        return 1  # both halves of a lone split are one program's, which writes the result
+    full = min(c.full, _FEW) if reach <= _SHORT and not s.fp8 else c.full
+    if pairs * -(-max_splits // c.group) < full:
+        return 0
+    # Who decides was not timed with FP8 and tiles of 64 rows.
+    if max_splits <= c.group or c.block_m == 64 or s.fp8 or s.left is not None or blocks:
+        return 1
+    size = c.split if reach <= c.split * c.max_splits else 2 * c.split
+    return max(full * c.group * size * s.batch // pairs, 2)
+
+
+def _deeper(programs: int, c: Config, s: Shape) -> bool:
+    """Whether programs have one stage more, and a multiprocessor two of them in place of three.
+
+    Only where two rounds of two hold them all and one of three does not: what is left of that would be alone, and the products
+    of a program alone do not keep up with the memory. Else three are as fast, to 5 % faster on an H200, and so they are over
+    pages and at head_dim 64, whose tiles are half as many bytes.
+    """
+    middle = 64 < max(s.head_dim, s.head_dim_v) <= 128  # past it registers allow two programs
+    if c.block_m > 16 or not middle or s.table_width or s.latent or s.dtype.itemsize != 2 or _pairs(s) or s.device is None:
+        return False
+    processors = _processors(s.device)
+    return 3 * processors < programs <= 4 * processors and torch.cuda.get_device_capability(s.device)[0] in (9, 10)
+
+
+@lru_cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _shared_blocks(s: Shape | DecodeProblem, c: Config, rows: int, bias: str) -> int:
@@ -189,6 +229,13 @@ def _pairs(s: Shape | DecodeProblem) -> bool:
     return s.fp8 and s.dtype.itemsize == 2
 
 
+def _pages(s: Shape, c: Config) -> Any:
+    """Where a tile's keys lie."""
+    if s.table_width < 2:
+        return ONE_PAGE if s.table_width else CONTIGUOUS
+    return TILE_IN_PAGE if s.page_size % c.block_n == 0 else SCATTERED
+
+
 def _config(s: Shape | DecodeProblem, rows: int) -> Config:
     if s.latent:
         return latent_config(rows, s.dtype.itemsize, s.heads_kv)
@@ -196,15 +243,10 @@ def _config(s: Shape | DecodeProblem, rows: int) -> Config:
 
 
 def _constants(
-    s: Shape, c: Config, final: bool, grouped: bool, pdl: bool, least: bool, merge_dim: int, blocks: int
+    s: Shape, c: Config, final: bool, deep: bool, pdl: bool, least: bool, merge_dim: int, ahead: int, blocks: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs and options of the two kernels."""
-    if s.table_width == 0:
-        pages = CONTIGUOUS
-    elif s.table_width == 1:
-        pages = ONE_PAGE
-    else:
-        pages = TILE_IN_PAGE if s.page_size % c.block_n == 0 else SCATTERED
+    pages = _pages(s, c)
     shared = {
         "T": s.queries,
         "HEAD_DIM_V": s.head_dim_v,
@@ -249,12 +291,12 @@ def _constants(
         "ALONE": c.block_m >= 64 and not s.latent,
         "UNIT": s.unit,
         "SHARED": blocks > 0,
-        "NARROW": s.narrow and _pairs(s) and pages in (TILE_IN_PAGE, SCATTERED),
+        "NARROW": s.narrow and (pages in (TILE_IN_PAGE, SCATTERED) or not _pairs(s)),
         "num_warps": c.warps,
-        # Groups of fewer than 64 rows run in waves of two programs a multiprocessor, which the deeper pipeline's memory allows.
-        "num_stages": c.stages + (grouped and c.block_m < 64),
+        # Of fewer than 64 rows the deeper pipeline's memory allows two programs a multiprocessor.
+        "num_stages": c.stages + (deep and c.block_m < 64),
     }
     return shared | split, shared | {
-        "DV": merge_dim, "AHEAD": _AHEAD // c.group, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0,
+        "DV": merge_dim, "AHEAD": ahead, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0,
         "FINAL": final and blocks > 0, "num_warps": 1,
     }  # fmt: skip

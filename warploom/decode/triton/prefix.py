@@ -22,7 +22,9 @@ from warploom.decode.triton.parts import (
     SCATTERED,
     TILE_IN_PAGE,
     ended,
+    no_weights,
     split_size,
+    summed,
     weigh,
     whole_splits,
     zeros,
@@ -204,7 +206,7 @@ def share_kernel(
                     q = tl.load(q_ptr + offset[:, None] + d[None, :], mask=row_live[:, None] & d_live[None, :], other=0.0)
                 qs += (q,)  # type: ignore[assignment]
                 tops += (tl.full((M,), float("-inf"), tl.float32),)  # type: ignore[assignment]
-                totals += (tl.zeros((M,), tl.float32),)  # type: ignore[assignment]
+                totals += (no_weights(M, N),)  # type: ignore[assignment]
                 accs += zeros(M, DV, SLICES)
                 if BIAS != "":
                     slope = bias_of_rows(bias_ptr, stride_bias_b, stride_bias_h, batch, head_q, row_live, BIAS)
@@ -318,7 +320,7 @@ def share_kernel(
                     both, total, top = ended((accs[2 * r], accs[2 * r + 1]), totals[r], tops[r], True)
                     part = tl.interleave(both[0], both[1])
                 else:
-                    part, total, top = accs[r], totals[r], tops[r]
+                    part, total, top = accs[r], summed(totals[r]), tops[r]
                 row = ((base + member).to(tl.int64) * HEADS_KV * GROUP + head_q) * T + t
                 place = row * max_units + split
                 tl.store(
