@@ -185,14 +185,19 @@ def test_bits_do_not_depend_on_who_takes_groups(page_size: int | None, monkeypat
         assert torch.equal(out[:3], results[0][0][:3]) and torch.equal(lse[:3], results[0][1][:3]), seed
 
 
-@pytest.mark.parametrize("processors,stages", [(15, 2), (16, 3), (21, 3), (22, 2), (64, 2)])
-def test_a_stage_more_where_it_saves_a_round(processors: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 programs, of which a multiprocessor holds two with it and three without."""
+@pytest.mark.parametrize(
+    "processors,head_dim,pages,stages",
+    [(15, 128, 0, 2), (16, 128, 0, 3), (21, 128, 0, 3), (22, 128, 0, 2), (64, 128, 0, 2), (16, 64, 0, 2), (16, 128, 1, 2)],
+)
+def test_a_stage_more_where_it_saves_a_round(
+    processors: int, head_dim: int, pages: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 programs, of which a multiprocessor holds two with it and three without; of middle head dims, not over pages."""
     shrink(monkeypatch)
     monkeypatch.setattr(plan, "_processors", lambda device: processors)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(launch, "plan", lambda shape: plan.plan(shape._replace(device=0)))
-    c = Case(0, [512] * 4, heads_q=2, heads_kv=1, dtype=torch.float16)
+    monkeypatch.setattr(launch, "plan", lambda shape: plan.plan(shape._replace(device=0, table_width=pages)))
+    c = Case(0, [512] * 4, heads_q=2, heads_kv=1, head_dim=head_dim, dtype=torch.float16)
     p = launch._plan_of(_args(c.q(), c.cache()))[0]
     assert p.grid == (4, 16) and p.split._constants["num_stages"] == stages
 
