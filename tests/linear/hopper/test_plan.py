@@ -45,6 +45,7 @@ def call(**changes: Any) -> LinearCall:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"dtype": torch.float16}, "takes bfloat16, not torch.float16"),
     "narrow": ({"shape": (4, 16, 8, 128)}, "takes E or M from 136 on, not 128 and 128"),
+    "narrow, a decay": ({"shape": (4, 16, 8, 64), "decay": torch.zeros(8)}, "takes E or M from 72 on, not 64 and 64"),
     "too narrow a head": ({"v": (4, 16, 8, 56)}, r"takes M \(the values' dim\) from 64 to 256 in steps of 8, not 56"),
     "odd": ({"q": (4, 16, 8, 250), "k": (4, 16, 8, 250)}, r"takes E \(the keys' dim\) .* not 250"),
     "bidirectional": ({"causal": False}, "is causal only"),
@@ -83,6 +84,14 @@ TAKEN: list[dict[str, Any]] = [{}, {"normalize": True}, {"normalize": True, "map
 def test_what_it_takes(dims: tuple[int, int], changes: dict[str, Any], machine: None) -> None:
     e, m = dims
     found = call(q=(4, 16384, 20, e), k=(4, 16384, 20, e), v=(4, 16384, 20, m), **changes)
+    assert dispatch.choose(found, None, "linear") == "hopper"
+
+
+@pytest.mark.parametrize("decay", [torch.zeros(32), torch.zeros(1, 4096, 32)], ids=["head", "token"])
+@pytest.mark.parametrize("dims", [(128, 128), (72, 64), (64, 128)])
+def test_with_a_decay_it_takes_narrower_heads(dims: tuple[int, int], decay: torch.Tensor, machine: None) -> None:
+    e, m = dims
+    found = call(q=(1, 4096, 32, e), k=(1, 4096, 32, e), v=(1, 4096, 32, m), decay=decay)
     assert dispatch.choose(found, None, "linear") == "hopper"
 
 
@@ -146,7 +155,7 @@ def test_dispatch_can_be_traced(machine: None, monkeypatch: pytest.MonkeyPatch, 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
     assert len(set(names)) == len(names) < 30
-    assert names[0] == "linear_walk_sm90_bfloat16_d192_v192_64s4_c1"
+    assert names[0] == "linear_walk_sm90_bfloat16_d128_v128_64s4x4_c1g2_fading"
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}
     for variant in named_set():
@@ -158,8 +167,10 @@ def test_names_and_the_named_set() -> None:
 
 def test_named_set_has_every_variant_of_a_call() -> None:
     for dims in ((136, 64), (192, 192), (200, 64), (64, 256)):
-        for kind in ((False, False), (True, False), (False, True)):
+        for kind in ((False, False), (True, False), (False, True), (False, True, True)):
             assert set(configs(width(*dims), *kind)) <= set(named_set())
+    for kind in ((False, True), (False, True, True)):
+        assert set(configs(width(72, 64), *kind)) <= set(named_set())
 
 
 def test_sources_are_what_walks_import() -> None:

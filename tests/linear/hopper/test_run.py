@@ -46,11 +46,15 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         for vector, present in ((weights, variant["weighted"] or variant["fading"]), (bias, variant["biased"])):
             assert (vector is not None) == present
             if vector is not None:
-                assert vector.is_contiguous() and vector.dtype == torch.float32 and vector.shape == scores.shape[:3]
+                shape = (1, a.shape[2], 1) if variant["a_head"] else scores.shape[:3]
+                assert vector.is_contiguous() and vector.dtype == torch.float32 and vector.shape == shape
         if bias is not None:
             assert variant["reverse"] and variant["weighted"]
             scores = scores - bias[:, :, None]
         scores = scores.triu() if variant["reverse"] else scores.tril()
+        if variant["a_head"]:
+            assert weights is not None
+            weights = sums_of_logs(weights.mT.expand(a.shape[:3]), variant["chunk"])
         if variant["fading"]:
             assert weights is not None
             # Sums within chunks, of all before and of the token's own, in log2.

@@ -1,4 +1,4 @@
-"""Causal linear attention for Hopper (sm_90a) with head dims past 128, in the CuTe DSL: TMA, wgmma, warp specialisation.
+"""Causal linear attention for Hopper (sm_90a) with head dims past 128, or with a decay past 64, in the CuTe DSL: TMA, wgmma, warp specialisation.
 
 One kernel, the walk, sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients are such sums. A block walks a
 sequence in chunks with a slice of the state in registers. Modules are compiled ahead of time by `warploom build`, or once at
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warploom.linear.backend import LinearBackend
-from warploom.linear.hopper.plan import FILL, LEAST, LONGEST, NARROWEST, WIDTHS, blocks, configs, width
+from warploom.linear.hopper.plan import FILL, LEAST, LONGEST, NARROWEST, NARROWEST_FADING, WIDTHS, blocks, configs, width
 from warploom.runtime import dispatch, modules, traced
 from warploom.runtime.backend import Backend
 
@@ -35,9 +35,9 @@ def _examine() -> str | None:
 
 
 @traced.constant
-def _module_refusal(width: int, normalize: bool, fading: bool) -> str | None:
+def _module_refusal(width: int, normalize: bool, fading: bool, a_head: bool) -> str | None:
     """Why a module can be neither loaded nor built here."""
-    kind = (width, normalize, fading)
+    kind = (width, normalize, fading, a_head)
     return _found.refusal(kind, lambda: [variant.spec for variant in configs(*kind)])
 
 
@@ -72,8 +72,9 @@ def _kernels_refusal(call: LinearCall) -> str | None:
     for name, dim in (("E (the keys' dim)", head_dim), ("M (the values' dim)", head_dim_v)):
         if not LEAST <= dim <= WIDTHS[-1] or dim % 8:
             return f"takes {name} from {LEAST} to {WIDTHS[-1]} in steps of 8, not {dim}"
-    if head_dim < NARROWEST and head_dim_v < NARROWEST:
-        return f"takes E or M from {NARROWEST} on, not {head_dim} and {head_dim_v}"
+    narrowest = NARROWEST if call.decay is None else NARROWEST_FADING
+    if head_dim < narrowest and head_dim_v < narrowest:
+        return f"takes E or M from {narrowest} on, not {head_dim} and {head_dim_v}"
     if not call.causal:
         return "is causal only"
     if not call.normalize and (call.map_q != "identity" or call.map_k != "identity"):
@@ -98,7 +99,7 @@ def _kernels_refusal(call: LinearCall) -> str | None:
 
 
 class Hopper(LinearBackend):
-    """Causal calls in bfloat16 whose head dims pass 128, without states, lengths or packed sequences."""
+    """Causal calls in bfloat16 whose head dims pass 128, with a decay 64, without states, lengths or packed sequences."""
 
     name = NAME
     special = True
@@ -114,7 +115,8 @@ class Hopper(LinearBackend):
         refused = _kernels_refusal(call)
         if refused is not None:
             return refused
-        return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize, call.decay is not None)
+        kind = call.decay is not None, call.decay is not None and call.decay.ndim == 1
+        return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize, *kind)
 
     def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Out, norm, s and z; see `warploom.linear.problem`."""

@@ -8,11 +8,18 @@ from itertools import product
 
 from warploom.linear.hopper.config import COLUMNS, WalkConfig
 
-# (stages, cluster) by the head dim of the tile, the larger of a call's two; smaller ones run in it by TMA bounds. 4 × 8 heads
+# By the head dim of the tile, the larger of a call's two; smaller ones run in it by TMA bounds. 4 × 8 heads
 # of 4096 tokens: 256 in clusters of two 94 us, of four 161, in single blocks 108; 192 in single blocks 77, in threes 78.
-TILES = {192: (4, 1), 256: (3, 2)}
+# 128 has the whole state in two warpgroups of one block, which then fills a multiprocessor.
+TILES: dict[int, dict[str, int]] = {
+    128: {"stages": 4, "c_stages": 4, "cluster": 1, "groups": 2},
+    192: {"stages": 4, "cluster": 1},
+    256: {"stages": 3, "cluster": 2},
+}
 WIDTHS = tuple(TILES)
-NARROWEST, LEAST = 136, 64  # of the larger head dim, and of the smaller one: below, Triton holds the whole state
+# Of the larger head dim, without a decay and with one, and of the smaller one: below, Triton holds the whole state. A decay
+# costs Triton's chain of products a passage of the keys through registers and shared memory, and the walks nothing that waits.
+NARROWEST, NARROWEST_FADING, LEAST = 136, 72, 64
 # Walks are taken from as many blocks as this share of the multiprocessors on, where sequences are cut otherwise: 8 heads, 32
 # blocks, of 4096 tokens 76 us, cut 92; with a denominator 133 and 144, backward 346 and 393. Fewer are not measured.
 FILL = 0.24
@@ -30,21 +37,22 @@ def width(head_dim: int, head_dim_v: int) -> int:
 
 def blocks(head_dim: int, head_dim_v: int) -> int:
     """Blocks of a head that the walk with the fewest has."""
-    return -(-min(head_dim, head_dim_v) // COLUMNS)
+    columns = TILES[width(head_dim, head_dim_v)].get("groups", 1) * COLUMNS
+    return -(-min(head_dim, head_dim_v) // columns)
 
 
 @cache
 def config(width: int, **features: bool) -> WalkConfig:
     """The variant of a tile, with features by the names that WalkConfig has for them."""
-    stages, cluster = TILES[width]
-    return WalkConfig("bfloat16", width, width, stages=stages, cluster=cluster, **features)
+    return WalkConfig("bfloat16", width, width, **TILES[width], **features)
 
 
 @cache
-def configs(width: int, normalize: bool, fading: bool = False) -> tuple[WalkConfig, ...]:
+def configs(width: int, normalize: bool, fading: bool = False, a_head: bool = False) -> tuple[WalkConfig, ...]:
     """All that a call may need: for out, dq, dk and dv."""
     if not normalize:
-        forward, reverse = config(width, fading=fading), config(width, reverse=True, fading=fading)
+        kind = {"fading": fading, "a_head": a_head}
+        forward, reverse = config(width, **kind), config(width, reverse=True, **kind)
         return forward, forward, reverse, reverse
     reverse = config(width, reverse=True, weighted=True)
     return config(width, weighted=True), config(width, wide=True), replace(reverse, biased=True), reverse
@@ -52,5 +60,6 @@ def configs(width: int, normalize: bool, fading: bool = False) -> tuple[WalkConf
 
 def named_set() -> list[WalkConfig]:
     """The variants that `warploom build` prepares: all there are."""
-    kinds = (False, False), (True, False), (False, True)
-    return list(dict.fromkeys(v for width, kind in product(WIDTHS, kinds) for v in configs(width, *kind)))
+    kinds: tuple[tuple[bool, ...], ...] = ((False, False), (True, False), (False, True), (False, True, True))
+    taken = [(width, kind) for width, kind in product(WIDTHS, kinds) if width >= NARROWEST or kind[1]]
+    return list(dict.fromkeys(v for width, kind in taken for v in configs(width, *kind)))

@@ -47,9 +47,12 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tenso
 
 
 def _logs(call: LinearCall) -> Tensor | None:
-    """Sums of the decay's logs within the walks' chunks."""
-    chunk = config(width(call.q.shape[3], call.v.shape[3])).chunk
-    return None if call.decay is None else sums_of_logs(call.decays(), chunk)
+    """Sums of the decay's logs within the walks' chunks; logs of heads as they are."""
+    if call.decay is None:
+        return None
+    if call.decay.ndim == 1:
+        return call.decay[None, :, None]
+    return sums_of_logs(call.decays(), config(width(call.q.shape[3], call.v.shape[3])).chunk)
 
 
 def _walk(
@@ -66,13 +69,15 @@ def _walk(
     """w_i · scale · Σ (a_i · b_j) c_j over j <= i, or in reverse scale · Σ (a_i · b_j - bias_j) w_j c_j over j >= i.
 
     a, b and c are (batch, seqlen, heads, ·); weights w and bias (batch, heads, seqlen) in fp32, 1 and 0 where None. Of a call
-    with a decay weights are the sums of its logs within chunks, and products fade by the logs between i and j.
+    with a decay weights are the sums of its logs within chunks, or one log a head, (1, heads, 1), and products fade by the logs
+    between i and j.
     """
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
     tile = width(call.q.shape[3], call.v.shape[3])
     fading = call.decay is not None
-    weighted = weights is not None and not fading
-    function = _function(tile, reverse=reverse, weighted=weighted, biased=bias is not None, wide=wide, fading=fading)
+    kind = {"weighted": weights is not None and not fading, "fading": fading}
+    kind |= {"a_head": call.decay is not None and call.decay.ndim == 1}
+    function = _function(tile, reverse=reverse, biased=bias is not None, wide=wide, **kind)
     function(a, b, c, out, weights, bias, call.scale)
     return out
 

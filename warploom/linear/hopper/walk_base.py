@@ -23,10 +23,10 @@ class WalkShared(Fields):
     boxes_a: Any  # the same as TMA fills it, (chunk, COLUMNS, box)
     boxes_b: Any
     c_start: Any  # addresses
-    c: Any  # (chunk, COLUMNS, stage)
+    c: Any  # (chunk, COLUMNS, group and stage)
     p: Any
     p_start: Any
-    out: Any
+    out: Any  # (chunk, COLUMNS, group)
     out_start: Any
 
 
@@ -34,7 +34,7 @@ class WalkPart(Fields):
     """What a block works on."""
 
     shared: WalkShared
-    block: Any  # which COLUMNS of c and out
+    block: Any  # which COLUMNS of c and out are its first
     head: Any
     batch: Any
     rank: Any  # in its cluster
