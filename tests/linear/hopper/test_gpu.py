@@ -62,7 +62,7 @@ def test_dims(rows: int, dims: tuple[int, int], kind: str) -> None:
 
 
 @pytest.mark.parametrize("decay", ["head", "token", "token that forgets"])
-@pytest.mark.parametrize("dims", [(256, 256), (192, 192), (136, 200), (248, 72)], ids=str)
+@pytest.mark.parametrize("dims", [(256, 256), (192, 192), (136, 200), (248, 72), (128, 128), (72, 64), (64, 64)], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 333, 1025])
 def test_a_decay(rows: int, dims: tuple[int, int], decay: str) -> None:
     """The same bits twice."""
@@ -73,8 +73,21 @@ def test_a_decay(rows: int, dims: tuple[int, int], decay: str) -> None:
     assert all(torch.equal(t, first[name]) for name, t in computed(call, dout).items()), of
 
 
-def test_a_decay_over_many_waves() -> None:
-    check(case("plain", rows=321, batch=5, heads=21, decay="token"))
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_decay_over_many_waves(dim: int) -> None:
+    check(case("plain", rows=321, batch=5, heads=53, e=dim, decay="token"))
+
+
+@pytest.mark.parametrize("decay", ["head", "token", "token that forgets"])
+@pytest.mark.parametrize(("rows", "heads"), [(4096, 8), (5000, 16), (16384 + 1, 5)])
+def test_a_decay_over_segments(rows: int, heads: int, decay: str) -> None:
+    """Whole ones, a short last one, more than are added up at once; the same bits twice."""
+    of = case("plain", rows=rows, heads=heads, e=64, decay=decay)
+    call = replace(of.call()[0], decay_grad=False)
+    assert hopper._segments(call) > 1
+    check(of)
+    first, *_ = hopper.BACKEND.forward(call, False)
+    assert torch.equal(hopper.BACKEND.forward(call, False)[0], first), of
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,6 +20,7 @@ from warploom.runtime import modules
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
 CHUNK = 64
+SEGMENTS = 2  # where sequences are cut
 # Nobody waits after the last arrival, and the state's wait for b finds what the scores', before P, has waited for.
 HARMLESS = "no named barrier", "another named barrier", "threads", "no wait"
 
@@ -34,7 +35,8 @@ def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
     """One head of one batch; the last chunk is short of a token."""
     seqlen, dim, dim_v = CHUNK * chunks - 1, config.head_dim, config.head_dim_v
     weights = config.weighted or config.fading
-    names = ["a", "b", "c", "out", *["weights"] * weights, *["bias"] * config.biased, "tma_a", "tma_b", "tma_c"]
+    names = ["a", "b", "c", "out", *["weights"] * weights, *["bias"] * config.biased, *["states", "fades"] * config.cut]
+    names += ["tma_a", "tma_b", "tma_c"]
     names += [*["tma_out"] * (not config.wide), "scores", "inter", "intra", "update", "scale"]
     values: dict[str, Any] = {
         "a": ((seqlen, dim, 1, 1), ()),
@@ -43,8 +45,11 @@ def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
         "out": ((seqlen, dim_v, 1, 1), (dim_v, dim_v, seqlen * dim_v)),
         "weights": ((1, 1, 1), (1, 1)) if config.a_head else ((1, 1, seqlen), (seqlen, seqlen)),
         "bias": ((1, 1, seqlen), (seqlen, seqlen)),
+        "states": ((1, 1, SEGMENTS, dim_v, dim), (SEGMENTS * dim_v * dim, SEGMENTS * dim_v * dim, dim_v * dim, dim)),
+        "fades": ((1, 1, SEGMENTS), (SEGMENTS, SEGMENTS)),
     }
-    return launch(traced, values, names, grid=config.blocks, cluster=config.cluster)
+    grid = config.blocks * (SEGMENTS if config.cut else 1)
+    return launch(traced, values, names, grid=grid, cluster=config.cluster)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 9])
@@ -55,8 +60,10 @@ def test_no_hang_and_no_race(name: str, chunks: int, built: Built) -> None:
     print(f"seed {seed}")
     machine = Machine(traced.kernel, walk(traced, config, chunks), seed).run()
     a = min(machine.launch.boxes)
-    order = [CHUNK * t for t in range(chunks)]
-    for block in machine.blocks:
+    each = -(-chunks // SEGMENTS) if config.cut else chunks
+    for i, block in enumerate(machine.blocks):
+        of = range(i * each, min((i + 1) * each, chunks)) if config.cut else range(chunks)
+        order = [CHUNK * t for t in of]
         for warp in range(4, 4 * (2 + config.groups), 4):  # the first of each of the state's, and of the scores'
             products = machine.products[block.warps[warp].component]
             assert [at[1] for p, at in products if p == a and at[0] == 0] == (order[::-1] if config.reverse else order)

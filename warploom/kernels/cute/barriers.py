@@ -73,8 +73,8 @@ class WalkBarrier(NamedBarriers):
 
     P_READY = 1  # the scores of a chunk are there
     P_TAKEN = 2  # they have been read
-    OUT_FREE = 3, 2  # a warpgroup's tile of out may be written
-    OUT_WRITTEN = 5, 2  # it may be read
+    OUT_FREE = 3  # the tile of out may be written
+    OUT_WRITTEN = 4  # it may be read
 
 
 @unique

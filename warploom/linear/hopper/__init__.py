@@ -1,8 +1,9 @@
-"""Causal linear attention for Hopper (sm_90a) with head dims past 128, or with a decay past 64, in the CuTe DSL: TMA, wgmma, warp specialisation.
+"""Causal linear attention for Hopper (sm_90a) with head dims past 128, with a decay from 64 on, in the CuTe DSL.
 
-One kernel, the walk, sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients are such sums. A block walks a
-sequence in chunks with a slice of the state in registers. Modules are compiled ahead of time by `warploom build`, or once at
-first use. Maps and denominators are passes over rows in Triton. A state that is asked for goes to the next implementation.
+One kernel, the walk (TMA, wgmma, warp specialisation), sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients
+are such sums. A block walks a sequence in chunks with a slice of the state in registers. Modules are compiled ahead of time by
+`warploom build`, or once at first use. Maps and denominators are passes over rows in Triton, and so are the states of segments
+where few sequences are cut. A state that is asked for goes to the next implementation.
 """
 
 from __future__ import annotations
@@ -14,11 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warploom.linear.backend import LinearBackend
-from warploom.linear.hopper.plan import FILL, LEAST, LONGEST, NARROWEST, NARROWEST_FADING, WIDTHS, blocks, configs, width
+from warploom.linear.hopper.plan import (
+    FILL,
+    LEAST,
+    LONGEST,
+    NARROWEST,
+    NARROWEST_FADING,
+    WIDTHS,
+    blocks,
+    configs,
+    segments,
+    width,
+)
 from warploom.runtime import dispatch, modules, traced
 from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from warploom.linear.problem import LinearCall
@@ -35,9 +49,9 @@ def _examine() -> str | None:
 
 
 @traced.constant
-def _module_refusal(width: int, normalize: bool, fading: bool, a_head: bool) -> str | None:
+def _module_refusal(width: int, normalize: bool, fading: bool, a_head: bool, cut: bool) -> str | None:
     """Why a module can be neither loaded nor built here."""
-    kind = (width, normalize, fading, a_head)
+    kind = (width, normalize, fading, a_head, cut)
     return _found.refusal(kind, lambda: [variant.spec for variant in configs(*kind)])
 
 
@@ -58,6 +72,14 @@ def _processors(index: int | None) -> int:
 def _beside(call: LinearCall) -> Backend:
     """The next implementation that takes the call."""
     return dispatch.delegate(NAME, call, "linear")
+
+
+def _segments(call: LinearCall) -> int:
+    """How many a sequence is cut into."""
+    batch, seqlen, heads, head_dim = call.q.shape
+    if call.decay is None or width(head_dim, call.v.shape[3]) != WIDTHS[0]:
+        return 1
+    return segments(batch * heads, seqlen, _processors(call.q.device.index))
 
 
 def _kernels_refusal(call: LinearCall) -> str | None:
@@ -91,15 +113,16 @@ def _kernels_refusal(call: LinearCall) -> str | None:
         return f"takes as many keys as queries, not {call.k.shape[1]} and {seqlen}"
     if call.k.shape[2] != heads:
         return f"takes as many heads of keys as of queries, not {call.k.shape[2]} and {heads}"
-    if seqlen > LONGEST:
-        return f"takes up to {LONGEST} tokens, not {seqlen}"
-    if batch * heads * blocks(head_dim, head_dim_v) < FILL * _processors(call.q.device.index):
+    count = _segments(call)
+    if seqlen > LONGEST * count:
+        return f"takes up to {LONGEST * count} tokens, not {seqlen}"
+    if batch * heads * count * blocks(head_dim, head_dim_v) < FILL * _processors(call.q.device.index):
         return f"needs more sequences and heads to fill the device than {batch} and {heads}"
     return None
 
 
 class Hopper(LinearBackend):
-    """Causal calls in bfloat16 whose head dims pass 128, with a decay 64, without states, lengths or packed sequences."""
+    """Causal calls in bfloat16, of head dims past 128 or with a decay, without states, lengths or packed sequences."""
 
     name = NAME
     special = True
@@ -115,7 +138,7 @@ class Hopper(LinearBackend):
         refused = _kernels_refusal(call)
         if refused is not None:
             return refused
-        kind = call.decay is not None, call.decay is not None and call.decay.ndim == 1
+        kind = call.decay is not None, call.decay is not None and call.decay.ndim == 1, _segments(call) > 1
         return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize, *kind)
 
     def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -124,13 +147,21 @@ class Hopper(LinearBackend):
             return _beside(call).forward(call, return_state)
         from warploom.linear.hopper.run import forward as run
 
-        return *run(call), None, None
+        return *run(call, _segments(call)), None, None
+
+    def bind(self, call: LinearCall, return_state: bool = False) -> Callable[..., Any] | None:
+        """What launches further calls of this kind; see `warploom.linear.backend`."""
+        if return_state:
+            return None
+        from warploom.linear.hopper.run import bind as run
+
+        return run(call, _segments(call))
 
     def backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """dq, dk and dv; no state came in, so none has a gradient."""
-        if ds is not None or dz is not None:
+        """dq, dk and dv; no state came in, so none has a gradient. Of segments the next implementation knows more."""
+        if ds is not None or dz is not None or _segments(call) > 1:
             return _beside(call).backward(call, dout, norm, ds, dz)
         from warploom.linear.hopper.run import backward as run
 

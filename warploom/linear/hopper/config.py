@@ -27,7 +27,7 @@ class WalkConfig:
     """
 
     dtype: str  # "bfloat16"
-    head_dim: int  # 128, 192 or 256
+    head_dim: int  # 64, 128, 192 or 256
     head_dim_v: int  # a multiple of 64
     reverse: bool = False  # out of a token sums over itself and later ones
     weighted: bool = False  # weights multiply the rows of c in reverse, else those of out
@@ -35,6 +35,7 @@ class WalkConfig:
     wide: bool = False  # out is fp32
     fading: bool = False  # weights are sums of logs up to each token within its chunk, in log2, which all products fade by
     a_head: bool = False  # weights are one log a head, which all its tokens have, in place of sums
+    cut: bool = False  # sequences are cut into segments, which begin from the segments' own states before them
     chunk: int = 64  # tokens of a step
     stages: int = 3  # of the rings of a and b
     c_stages: int = 2  # of the ring of c
@@ -56,7 +57,7 @@ class WalkConfig:
         """File name and symbol."""
         parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}x{self.c_stages}"]
         parts.append(f"c{self.cluster}g{self.groups}")
-        features = ("reverse", "weighted", "biased", "wide", "fading", "a_head")
+        features = ("reverse", "weighted", "biased", "wide", "fading", "a_head", "cut")
         parts += [feature for feature in features if getattr(self, feature)]
         return "linear_walk_sm90_" + "_".join(parts)
 

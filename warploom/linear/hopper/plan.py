@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 from warploom.linear.hopper.config import COLUMNS, WalkConfig
 
 # By the head dim of the tile, the larger of a call's two; smaller ones run in it by TMA bounds. 4 × 8 heads
 # of 4096 tokens: 256 in clusters of two 94 us, of four 161, in single blocks 108; 192 in single blocks 77, in threes 78.
 # 128 has the whole state in two warpgroups of one block, which then fills a multiprocessor.
-TILES: dict[int, dict[str, int]] = {
+TILES: dict[int, dict[str, Any]] = {
+    64: {"stages": 4, "c_stages": 4, "cluster": 1},
     128: {"stages": 4, "c_stages": 4, "cluster": 1, "groups": 2},
     192: {"stages": 4, "cluster": 1},
     256: {"stages": 3, "cluster": 2},
@@ -19,12 +21,22 @@ TILES: dict[int, dict[str, int]] = {
 WIDTHS = tuple(TILES)
 # Of the larger head dim, without a decay and with one, and of the smaller one: below, Triton holds the whole state. A decay
 # costs Triton's chain of products a passage of the keys through registers and shared memory, and the walks nothing that waits.
-NARROWEST, NARROWEST_FADING, LEAST = 136, 72, 64
+NARROWEST, NARROWEST_FADING, LEAST = 136, 64, 64
 # Walks are taken from as many blocks as this share of the multiprocessors on, where sequences are cut otherwise: 8 heads, 32
 # blocks, of 4096 tokens 76 us, cut 92; with a denominator 133 and 144, backward 346 and 393. Fewer are not measured.
 FILL = 0.24
 # Tokens up to which a sequence is walked in one pass: tensor cores add by truncation, 5e-9 of a state for each token.
 LONGEST = 16384
+# With a decay heads of 64 dims that would leave more than a share of the multiprocessors without a block are cut into segments,
+# whose states are summed before; at the most so many, each of so many tokens.
+CUT, MOST_SEGMENTS, LEAST_SEGMENT = 0.6, 16, 1024
+
+
+def segments(programs: int, seqlen: int, processors: int) -> int:
+    """Into how many a sequence is cut where ``programs`` would walk whole ones; 1 where it is not."""
+    if programs >= CUT * processors:
+        return 1
+    return max(min(processors // programs, MOST_SEGMENTS, seqlen // LEAST_SEGMENT), 1)
 
 
 def width(head_dim: int, head_dim_v: int) -> int:
@@ -44,12 +56,16 @@ def blocks(head_dim: int, head_dim_v: int) -> int:
 @cache
 def config(width: int, **features: bool) -> WalkConfig:
     """The variant of a tile, with features by the names that WalkConfig has for them."""
-    return WalkConfig("bfloat16", width, width, **TILES[width], **features)
+    return replace(WalkConfig("bfloat16", width, width, **features), **TILES[width])
 
 
 @cache
-def configs(width: int, normalize: bool, fading: bool = False, a_head: bool = False) -> tuple[WalkConfig, ...]:
-    """All that a call may need: for out, dq, dk and dv."""
+def configs(
+    width: int, normalize: bool, fading: bool = False, a_head: bool = False, cut: bool = False
+) -> tuple[WalkConfig, ...]:
+    """All that a call may need: for out, dq, dk and dv; of one that is cut for out, as its gradients are another's."""
+    if cut:
+        return (config(width, fading=fading, a_head=a_head, cut=True),)
     if not normalize:
         kind = {"fading": fading, "a_head": a_head}
         forward, reverse = config(width, **kind), config(width, reverse=True, **kind)
@@ -60,6 +76,7 @@ def configs(width: int, normalize: bool, fading: bool = False, a_head: bool = Fa
 
 def named_set() -> list[WalkConfig]:
     """The variants that `warploom build` prepares: all there are."""
-    kinds: tuple[tuple[bool, ...], ...] = ((False, False), (True, False), (False, True), (False, True, True))
+    kinds: list[tuple[bool, ...]] = [(False, False), (True, False), (False, True), (False, True, True)]
     taken = [(width, kind) for width, kind in product(WIDTHS, kinds) if width >= NARROWEST or kind[1]]
+    taken += [(WIDTHS[0], (False, True, a_head, True)) for a_head in (False, True)]
     return list(dict.fromkeys(v for width, kind in taken for v in configs(width, *kind)))

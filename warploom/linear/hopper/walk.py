@@ -44,8 +44,11 @@ class Walk(Producer, Consumers):
         b: cute.Tensor,
         c: cute.Tensor,  # (batch, seqlen, heads, head_dim_v)
         out: cute.Tensor,
-        weights: cute.Tensor | None,  # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out; a_head (1, heads, 1)
+        # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out; of a_head's logs (1, heads, 1).
+        weights: cute.Tensor | None,
         bias: cute.Tensor | None,  # (batch, heads, seqlen) fp32: taken from all products with row j of b
+        states: cute.Tensor | None,  # (batch, heads, segments, head_dim_v, head_dim) fp32, of the tile: segments' own
+        fades: cute.Tensor | None,  # (batch, heads, segments) fp32: sums of a segment's logs, in log2
         scale: Float32,
         stream: Any,
     ):
@@ -67,12 +70,12 @@ class Walk(Producer, Consumers):
         source, major = (IN_REGISTERS, BY_K) if const_expr(config.weighs_rows) else (IN_SHARED, BY_MN)
         update = product(self.dtype, (64, config.head_dim, 16), source, major, BY_MN)
         self.kernel(
-            a, b, c, out, weights, bias, tma_a, tma_b, tma_c, tma_out, scores, inter, intra, update,
+            a, b, c, out, weights, bias, states, fades, tma_a, tma_b, tma_c, tma_out, scores, inter, intra, update,
             layout_ab, tile_layout(self.dtype, tile, config.stages * self.boxes, COLUMNS),
             tile_layout(self.dtype, tile, config.c_stages * config.groups, COLUMNS), box,
             tile_layout(self.dtype, tile, config.groups, COLUMNS), scale,
         ).launch(
-            grid=[config.blocks * out.shape[2] * out.shape[3], 1, 1],
+            grid=[config.blocks * out.shape[2] * out.shape[3] * self.segments(states), 1, 1],
             block=[(2 + config.groups) * WARPGROUP, 1, 1],
             cluster=[config.cluster, 1, 1],
             stream=stream,
@@ -101,6 +104,8 @@ class Walk(Producer, Consumers):
         out: cute.Tensor,
         weights: cute.Tensor | None,
         bias: cute.Tensor | None,
+        states: cute.Tensor | None,
+        fades: cute.Tensor | None,
         tma_a: cute.CopyAtom,
         tma_b: cute.CopyAtom,
         tma_c: cute.CopyAtom,
@@ -156,7 +161,15 @@ class Walk(Producer, Consumers):
 
         index = cute.arch.block_idx()[0]
         slice_ = index // config.blocks
-        heads = out.shape[2]
+        heads, chunks = out.shape[2], cute.ceil_div(out.shape[0], config.chunk)
+        first, segment = Int32(0), Int32(0)
+        if const_expr(config.cut):
+            segments = self.segments(states)
+            segment = slice_ % segments
+            slice_ = slice_ // segments
+            each = cute.ceil_div(chunks, segments)
+            first = segment * each
+            chunks = cutlass.max(cutlass.min(each, chunks - first), 0)
         rank = Int32(0)
         if const_expr(config.cluster > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -166,7 +179,9 @@ class Walk(Producer, Consumers):
             head=slice_ % heads,
             batch=slice_ // heads,
             rank=rank,
-            chunks=cute.ceil_div(out.shape[0], config.chunk),
+            chunks=chunks,
+            first=first,
+            segment=segment,
         )
         state_registers, score_registers, loader_registers = REGISTERS[config.groups]
         if warp < 4:
@@ -175,7 +190,8 @@ class Walk(Producer, Consumers):
                 self.load(given, a, b, c, tma_a, tma_b, tma_c)
         elif warp < 4 + 4 * config.groups:
             cute.arch.setmaxregister_increase(state_registers)
-            self.play_state(given, warp // 4 - 1, out, tma_out, (mma_inter, mma_intra, mma_update), weights, bias, scale)
+            products = (mma_inter, mma_intra, mma_update)
+            self.play_state(given, warp // 4 - 1, out, tma_out, products, weights, bias, states, fades, scale)
         else:
             cute.arch.setmaxregister_decrease(score_registers)
             self.play_scores(given, mma_scores, weights, bias)

@@ -38,7 +38,9 @@ class WalkPart(Fields):
     head: Any
     batch: Any
     rank: Any  # in its cluster
-    chunks: Any  # of a sequence
+    chunks: Any  # of the sequence, or of the segment
+    first: Any  # the first of them
+    segment: Any
 
 
 class WalkBase:
@@ -49,6 +51,10 @@ class WalkBase:
         self.dtype = DTYPES[config.dtype]
         self.boxes = config.head_dim // COLUMNS  # of a chunk of a or b
 
-    def chunk_at(self, t: Any, chunks: Any) -> Any:
+    def segments(self, states: Any) -> Any:
+        """Into how many a sequence is cut."""
+        return states.shape[2] if self.config.cut else 1
+
+    def chunk_at(self, t: Any, given: WalkPart) -> Any:
         """The chunk of step ``t``."""
-        return chunks - 1 - t if self.config.reverse else t
+        return given.chunks - 1 - t if self.config.reverse else given.first + t

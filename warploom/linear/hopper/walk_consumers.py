@@ -18,7 +18,9 @@ from warploom.kernels.cute.wgmma import gemm, words
 from warploom.linear.hopper.config import COLUMNS
 from warploom.linear.hopper.walk_base import WalkBase
 
+OUT_BARRIERS = 2  # OUT_FREE and OUT_WRITTEN, which the next warpgroup's follow
 SLICES = 4  # of 16 head dims of the state that are rounded together
+AT_ONCE = 4  # states of segments that are loaded before they are added: each waits for memory as long as all of them
 # Below it e^x is 0 in fp32: logs are held to it, -inf too, so that no difference of sums is inf - inf.
 LEAST = -128.0
 
@@ -53,14 +55,20 @@ class Consumers(WalkBase):
         matrix = lane // 8
         line = warp * 16 + matrix % 2 * 8 + lane % 8
         log = self.log_of_head(given, weights)
+        ahead = cute.make_rmem_tensor(2, Float32)
+        if const_expr(config.fading):
+            self.load_ahead(given, weights, ahead, 0, log, lane)
         stage, phase = Int32(0), Int32(0)
         for t in cutlass.range(given.chunks, unroll=1):
-            token = self.chunk_at(t, given.chunks) * config.chunk + lane
+            token = self.chunk_at(t, given) * config.chunk + lane
             weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
-            if const_expr(config.weighs_rows):
-                weight = self.load_pair(given, weights, token, log, lane)
+            if const_expr(config.fading):
+                weight = [ahead[0], ahead[1]]
+                self.load_ahead(given, weights, ahead, t + 1, log, lane)
+            elif const_expr(config.weighs_rows):
+                weight = self.load_pair(given, weights, token)
             if const_expr(config.biased):
-                taken = self.load_pair(given, bias, token, log, lane)
+                taken = self.load_pair(given, bias, token)
             if const_expr(config.fading):
                 half = weight[0] if warp < 2 else weight[1]
                 own_sums = [cute.arch.shuffle_sync(half, row % 32 + 8 * r) for r in range(2)]
@@ -96,7 +104,7 @@ class Consumers(WalkBase):
     # The state
 
     @cute.jit
-    def play_state(self, given, group, out, tma_out, products, weights, bias, scale):
+    def play_state(self, given, group, out, tma_out, products, weights, bias, states, fades, scale):
         """out of each chunk, and the state after it, of the columns of warpgroup ``group``."""
         shared, config = given.shared, self.config
         mma_inter, mma_intra, mma_update = products
@@ -126,21 +134,29 @@ class Consumers(WalkBase):
             tiles_out = cute.local_tile(rows, (config.chunk, COLUMNS), (None, given.block + group))
             store_out = tma_views(tma_out, shared.out, tiles_out)
         state.fill(0.0)
+        if const_expr(config.cut):
+            self.state_before(given, state, states, fades, column, lane)
         sums = cute.make_rmem_tensor(2, Float32)  # of bias * weight * c of the chunks before, this thread's tokens
         sums.fill(0.0)
         before = cute.make_rmem_tensor(2, Float32)  # the same of all tokens
         before.fill(0.0)
         log = self.log_of_head(given, weights)
+        ahead = cute.make_rmem_tensor(2, Float32)
+        if const_expr(config.fading):
+            self.load_ahead(given, weights, ahead, 0, log, lane)
         stage, phase = Int32(0), Int32(0)
         c_stage, c_phase = Int32(0), Int32(0)
         arrive(WalkBarrier.P_TAKEN, self.consumers)
         for t in cutlass.range(given.chunks, unroll=1):
-            n = self.chunk_at(t, given.chunks)
+            n = self.chunk_at(t, given)
             weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
-            if const_expr(config.weighted or config.fading):
-                weight = self.load_pair(given, weights, n * config.chunk + lane, log, lane)
+            if const_expr(config.fading):
+                weight = [ahead[0], ahead[1]]
+                self.load_ahead(given, weights, ahead, t + 1, log, lane)
+            elif const_expr(config.weighted):
+                weight = self.load_pair(given, weights, n * config.chunk + lane)
             if const_expr(config.biased):
-                taken = self.load_pair(given, bias, n * config.chunk + lane, log, lane)
+                taken = self.load_pair(given, bias, n * config.chunk + lane)
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
             self.gemm_inter(mma_inter, acc, state, operand, state_words, queries[None, None, None, stage])
             if const_expr(config.fading):
@@ -174,6 +190,22 @@ class Consumers(WalkBase):
         if const_expr(not config.wide):  # noqa: SIM102
             if warp == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def state_before(self, given, state, states, fades, column, lane):
+        """What the segments before leave: each one's own state, faded by the segments behind it."""
+        own, line = states[given.batch, given.head, None, None, None], fades[given.batch, given.head, None]
+        loaded = cute.make_rmem_tensor((cute.size(state), AT_ONCE), Float32)
+        for s in cutlass.range(0, given.segment, AT_ONCE, unroll=1):
+            for j in cutlass.range_constexpr(AT_ONCE):
+                at = cutlass.min(s + j, given.segment - 1)
+                for i in cutlass.range_constexpr(cute.size(state)):
+                    loaded[i, j] = own[at, column + i // 2 % 2 * 8, i // 4 * 8 + lane % 4 * 2 + i % 2]
+            for j in cutlass.range_constexpr(AT_ONCE):
+                if s + j < given.segment:
+                    kept = exp2(line[s + j])
+                    for i in cutlass.range_constexpr(cute.size(state)):
+                        state[i] = state[i] * kept + loaded[i, j]
 
     @cute.jit
     def take_values(self, words, address, weights, bias, sums, lane):
@@ -246,12 +278,12 @@ class Consumers(WalkBase):
         """out of a chunk, turned into rows of tokens, by way of shared memory; TMA leaves out what is past its end."""
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        wait(WalkBarrier.OUT_FREE, WARPGROUP, group)
+        wait(WalkBarrier.OUT_FREE, WARPGROUP, OUT_BARRIERS * group)
         for i in cutlass.range_constexpr(self.config.chunk // 16):
             words = [pack16(acc[8 * i + 2 * m], acc[8 * i + 2 * m + 1], self.dtype) for m in range(4)]
             store_matrices(target + i * (16 * 64), words, transposed=True)
         cute.arch.fence_view_async_shared()
-        wait(WalkBarrier.OUT_WRITTEN, WARPGROUP, group)
+        wait(WalkBarrier.OUT_WRITTEN, WARPGROUP, OUT_BARRIERS * group)
         if warp == 0:
             cute.copy(tma.atom, tma.shared[None, group], tma.tiles[None, n])
             cute.arch.cp_async_bulk_commit_group()
@@ -281,16 +313,26 @@ class Consumers(WalkBase):
         return log
 
     @cute.jit
-    def load_pair(self, given, vectors, token, log, lane):
-        """A value of this lane's token and of the one 32 later; past the last 0, or sums of logs as they are there."""
+    def load_ahead(self, given, vectors, pair, t, log, lane):
+        """Sums of logs of this lane's token of step ``t`` and of the one 32 later; past the ends, as they are there.
+
+        A step before their use: products are issued behind what waits for a load.
+        """
+        token = self.chunk_at(t, given) * self.config.chunk + lane
+        for i in cutlass.range_constexpr(2):
+            if const_expr(self.config.a_head):
+                pair[i] = Float32(lane + (1 + 32 * i)) * log
+            else:
+                at = cutlass.max(cutlass.min(token + 32 * i, vectors.shape[2] - 1), 0)
+                pair[i] = vectors[given.batch, given.head, at]
+
+    @cute.jit
+    def load_pair(self, given, vectors, token):
+        """A value of this lane's token and of the one 32 later; past the last 0."""
         found = []
         for i in cutlass.range_constexpr(2):
             value = Float32(0.0)
-            if const_expr(self.config.a_head):
-                value = Float32(lane + (1 + 32 * i)) * log
-            elif const_expr(self.config.fading):
-                value = vectors[given.batch, given.head, cutlass.min(token + 32 * i, vectors.shape[2] - 1)]
-            elif token + 32 * i < vectors.shape[2]:
+            if token + 32 * i < vectors.shape[2]:
                 value = vectors[given.batch, given.head, token + 32 * i]
             found.append(value)
         return found

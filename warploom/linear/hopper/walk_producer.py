@@ -27,7 +27,7 @@ class Producer(WalkBase):
         c_stage, c_phase = Int32(0), Int32(1)
         size = 2 * config.chunk * config.head_dim
         for t in cutlass.range(given.chunks, unroll=1):
-            n = self.chunk_at(t, given.chunks)
+            n = self.chunk_at(t, given)
             for load, full, empty in ((load_a, shared.a_full, shared.a_empty), (load_b, shared.b_full, shared.b_empty)):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 expect(full + stage, size)
