@@ -191,6 +191,18 @@ def test_a_state_and_its_gradient_come_from_triton() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("rows", "dim"), [(300, 128), (300, 256), (2048, 64)])
+def test_gradients_of_a_decay_come_from_triton(rows: int, dim: int) -> None:
+    q, k, v = (torch.randn(2, rows, 20, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    decay = (torch.rand(2, rows, 20, device="cuda") * -0.1).requires_grad_()
+    options: dict[str, Any] = {"decay": decay, "feature_map": "identity", "normalize": False}
+    out, other = (linear_attention(q, k, v, backend=backend, **options) for backend in ("hopper", "triton"))
+    dout = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(t, (q, k, v, decay), dout) for t in (out, other))
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_both_gpus_or_the_one() -> None:
     """On a device that is not the current one, where there are two."""
     index = torch.cuda.device_count() - 1

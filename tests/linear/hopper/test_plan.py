@@ -55,7 +55,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"decay": torch.zeros(8), "normalize": True},
         r"takes a decay without a denominator only \(normalize=False\)",
     ),
-    "a decay with a gradient": ({"decay": torch.zeros(8), "decay_grad": True}, "takes no decay that asks for a gradient"),
     "lengths": ({"lengths": torch.zeros(4, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
     "packed": ({"cu_seqlens": torch.zeros(2, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
     "more keys": ({"q": (4, 15, 8, 256)}, "takes as many keys as queries, not 16 and 15"),
@@ -79,7 +78,10 @@ def test_what_it_refuses_in_words(name: str, machine: None) -> None:
 TAKEN: list[dict[str, Any]] = [{}, {"normalize": True}, {"normalize": True, "map_q": "elu+1", "map_k": "relu"}]
 
 
-@pytest.mark.parametrize("changes", [*TAKEN, {"decay": torch.zeros(20)}], ids=["plain", "normalized", "mapped", "decay"])
+TAKEN += [{"decay": torch.zeros(20)}, {"decay": torch.zeros(20), "decay_grad": True}]
+
+
+@pytest.mark.parametrize("changes", TAKEN, ids=["plain", "normalized", "mapped", "decay", "decay with a gradient"])
 @pytest.mark.parametrize("dims", [(256, 256), (136, 136), (64, 200), (256, 128)])
 def test_what_it_takes(dims: tuple[int, int], changes: dict[str, Any], machine: None) -> None:
     e, m = dims

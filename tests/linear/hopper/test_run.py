@@ -173,7 +173,7 @@ def test_a_decay(dims: tuple[int, int], decay: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("decay", ["head", "token"])
 def test_segments(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The walk is given what the segments' own states were asked for; gradients are another implementation's."""
+    """The walk is given what the segments' own states were asked for."""
     rows, heads, asked = 3 * 1024, 4, []
 
     def own_states(k: Tensor, v: Tensor, logs: Tensor, segments: int, chunk: int) -> tuple[Tensor, Tensor]:
@@ -192,12 +192,31 @@ def test_segments(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_near({"out": hopper.BACKEND.forward(call, False)[0]}, results(call, dout, None, None, exact=True))
     assert asked == [(SEGMENTS, 64, (1, heads, 1) if decay == "head" else (1, heads, rows))]
 
+    assert_goes_on(call, dout, monkeypatch)
+
+
+def assert_goes_on(call: LinearCall, dout: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are another implementation's."""
+
     class Next:
         def backward(self, *given: Any) -> tuple[Any, ...]:
             return given
 
+        bind_backward = backward
+
     monkeypatch.setattr(hopper, "_beside", lambda call: Next())
-    assert hopper.BACKEND.backward(call, dout, None, None, None) == (call, dout, None, None, None)
+    for backward in (hopper.BACKEND.backward, hopper.BACKEND.bind_backward):
+        assert backward(call, dout, None, None, None) == (call, dout, None, None, None)
+
+
+def test_a_decay_with_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
+    case = Case(random.randrange(2**31), rows=150, heads=3, e=128, m=128, decay="token", scale=0.3, **PLAIN)
+    call, dout, *_ = case.call()
+    assert call.decay_grad
+    assert_near({"out": hopper.BACKEND.forward(call, False)[0]}, results(call, dout, None, None, exact=True))
+    assert_goes_on(call, dout, monkeypatch)
+    assert hopper.BACKEND.bind_backward(replace(call, decay_grad=False), dout, None, None, None) is None
 
 
 def test_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 One kernel, the walk (TMA, wgmma, warp specialisation), sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients
 are such sums. A block walks a sequence in chunks with a slice of the state in registers. Modules are compiled ahead of time by
 `warploom build`, or once at first use. Maps and denominators are passes over rows in Triton, and so are the states of segments
-where few sequences are cut. A state that is asked for goes to the next implementation.
+where few sequences are cut. A state that is asked for, and the gradient of a decay, are the next implementation's.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ def _segments(call: LinearCall) -> int:
     return segments(batch * heads, seqlen, _processors(call.q.device.index))
 
 
+def _goes_on(call: LinearCall, ds: Tensor | None, dz: Tensor | None) -> bool:
+    """Whether gradients come from the next implementation: states', logs', and those of sequences that are cut."""
+    return ds is not None or dz is not None or call.decay_grad or _segments(call) > 1
+
+
 def _kernels_refusal(call: LinearCall) -> str | None:
     """What of a call its kernels do not take, or are no quicker at, whichever modules there are."""
     if call.device != "cuda":
@@ -105,8 +110,6 @@ def _kernels_refusal(call: LinearCall) -> str | None:
         return "takes no initial state"
     if call.decay is not None and call.normalize:
         return "takes a decay without a denominator only (normalize=False)"
-    if call.decay_grad:
-        return "takes no decay that asks for a gradient"
     if call.lengths is not None or call.cu_seqlens is not None:
         return "takes neither lengths nor packed sequences"
     if call.k.shape[1] != seqlen:
@@ -160,12 +163,17 @@ class Hopper(LinearBackend):
     def backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """dq, dk and dv; no state came in, so none has a gradient. Of segments the next implementation knows more."""
-        if ds is not None or dz is not None or _segments(call) > 1:
+        """dq, dk and dv; no state came in, so none has a gradient."""
+        if _goes_on(call, ds, dz):
             return _beside(call).backward(call, dout, norm, ds, dz)
         from warploom.linear.hopper.run import backward as run
 
         return *run(call, dout, norm), None, None, None
+
+    def bind_backward(
+        self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
+    ) -> Callable[..., Any] | None:
+        return _beside(call).bind_backward(call, dout, norm, ds, dz) if _goes_on(call, ds, dz) else None
 
 
 BACKEND = Hopper()
