@@ -22,6 +22,7 @@ CORE = {
     "192, weights": config(192, reverse=True, weighted=True),
     "256, a decay": config(256, reverse=True, fading=True),
     "64, a decay over segments": config(64, fading=True, cut=True),
+    "128": config(128, reverse=True),
     "128, a decay": config(128, fading=True),
     "128, a decay a head": config(128, reverse=True, fading=True, a_head=True),
 }

@@ -61,6 +61,12 @@ def test_dims(rows: int, dims: tuple[int, int], kind: str) -> None:
     check(case(kind, rows=rows, batch=2, heads=3, e=dims[0], m=dims[1], mean=0.5))
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (72, 64), (64, 128)], ids=str)
+@pytest.mark.parametrize("rows", [1, 333, 1025])
+def test_narrower_heads(rows: int, dims: tuple[int, int]) -> None:
+    check(case("plain", rows=rows, batch=2, heads=3, e=dims[0], m=dims[1], mean=0.5))
+
+
 @pytest.mark.parametrize("decay", ["head", "token", "token that forgets"])
 @pytest.mark.parametrize("dims", [(256, 256), (192, 192), (136, 200), (248, 72), (128, 128), (72, 64), (64, 64)], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 333, 1025])
@@ -73,9 +79,9 @@ def test_a_decay(rows: int, dims: tuple[int, int], decay: str) -> None:
     assert all(torch.equal(t, first[name]) for name, t in computed(call, dout).items()), of
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-def test_a_decay_over_many_waves(dim: int) -> None:
-    check(case("plain", rows=321, batch=5, heads=53, e=dim, decay="token"))
+@pytest.mark.parametrize(("dim", "decay"), [(64, "token"), (128, "token"), (256, "token"), (128, None)])
+def test_a_decay_or_none_over_many_waves(dim: int, decay: str | None) -> None:
+    check(case("plain", rows=321, batch=5, heads=53, e=dim, decay=decay))
 
 
 @pytest.mark.parametrize("decay", ["head", "token", "token that forgets"])

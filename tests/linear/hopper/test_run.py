@@ -148,7 +148,7 @@ def test_the_walk_in_python_takes_what_the_compiled_one_takes() -> None:
     assert [*stand_in, "stream"] == parameters("linear/hopper/walk.py", "Walk.__call__")
 
 
-@pytest.mark.parametrize("dims", [(64, 136), (200, 72), (256, 256)])
+@pytest.mark.parametrize("dims", [(64, 136), (200, 72), (256, 256), (72, 128)])
 def test_plain(dims: tuple[int, int]) -> None:
     case = Case(random.randrange(2**31), rows=21, batch=2, heads=3, e=dims[0], m=dims[1], scale=0.3, **PLAIN)
     call, dout, *_ = case.call()
@@ -216,22 +216,34 @@ def test_a_decay_with_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call.decay_grad
     assert_near({"out": hopper.BACKEND.forward(call, False)[0]}, results(call, dout, None, None, exact=True))
     assert_goes_on(call, dout, monkeypatch)
-    assert hopper.BACKEND.bind_backward(replace(call, decay_grad=False), dout, None, None, None) is None
 
 
-def test_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("decay", [None, "token"], ids=str)
+def test_bound(decay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept gives what the call gave, and hands back what starts off 16 bytes."""
     monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
-    case = Case(random.randrange(2**31), rows=150, heads=3, e=72, m=128, decay="token", scale=0.3, **PLAIN)
-    call = replace(case.call()[0], decay_grad=False)
+    case = Case(random.randrange(2**31), rows=150, heads=3, e=72, m=128, decay=decay, scale=0.3, **PLAIN)
+    call, dout, *_ = case.call()
+    call = replace(call, decay_grad=False)
     bound = hopper.BACKEND.bind(call, False)
     assert bound is not None and hopper.BACKEND.bind(call, True) is None
     tensors = (call.q, call.k, call.v, None, None, call.decay, None, None)
     out, *rest = bound(*tensors)
     assert torch.equal(out, hopper.BACKEND.forward(call, False)[0]) and rest == [None, None, None]
     storage = torch.zeros(call.q.numel() + 1, dtype=call.q.dtype)
-    assert bound(storage[1:].view(call.q.shape), *tensors[1:]) is None
-    assert hopper.BACKEND.bind(replace(call, q=torch.cat([call.q, call.q[..., :3]], -1)[..., :72]), False) is None
+    off = storage[1:].view(call.q.shape)
+    assert bound(off, *tensors[1:]) is None
+    odd = replace(call, q=torch.cat([call.q, call.q[..., :3]], -1)[..., :72])
+    assert hopper.BACKEND.bind(odd, False) is None
+
+    none = (None, None, None)
+    bound = hopper.BACKEND.bind_backward(call, dout, *none)
+    assert bound is not None and hopper.BACKEND.bind_backward(odd, dout, *none) is None
+    want = hopper.BACKEND.backward(call, dout, *none)
+    for upstream in (dout, dout.transpose(1, 3).contiguous().transpose(1, 3)):
+        found = bound(upstream, *none, *tensors)
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], want[:3], strict=True)) and found[3:] == none
+    assert bound(dout, *none, off, *tensors[1:]) is None
 
 
 MAPS = [("identity", "identity"), ("elu+1", "elu+1"), ("relu", "elu+1"), ("elu+1", "identity")]

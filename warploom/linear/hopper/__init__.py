@@ -1,4 +1,4 @@
-"""Causal linear attention for Hopper (sm_90a) with head dims past 128, with a decay from 64 on, in the CuTe DSL.
+"""Causal linear attention for Hopper (sm_90a) past head_dim 64, with a denominator past 128, in the CuTe DSL.
 
 One kernel, the walk (TMA, wgmma, warp specialisation), sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients
 are such sums. A block walks a sequence in chunks with a slice of the state in registers. Modules are compiled ahead of time by
@@ -19,11 +19,11 @@ from warploom.linear.hopper.plan import (
     FILL,
     LEAST,
     LONGEST,
-    NARROWEST,
-    NARROWEST_FADING,
     WIDTHS,
     blocks,
     configs,
+    narrowest,
+    outwalks,
     segments,
     width,
 )
@@ -99,9 +99,9 @@ def _kernels_refusal(call: LinearCall) -> str | None:
     for name, dim in (("E (the keys' dim)", head_dim), ("M (the values' dim)", head_dim_v)):
         if not LEAST <= dim <= WIDTHS[-1] or dim % 8:
             return f"takes {name} from {LEAST} to {WIDTHS[-1]} in steps of 8, not {dim}"
-    narrowest = NARROWEST if call.decay is None else NARROWEST_FADING
-    if head_dim < narrowest and head_dim_v < narrowest:
-        return f"takes E or M from {narrowest} on, not {head_dim} and {head_dim_v}"
+    least = narrowest(call.normalize, call.decay is not None)
+    if head_dim < least and head_dim_v < least:
+        return f"takes E or M from {least} on, not {head_dim} and {head_dim_v}"
     if not call.causal:
         return "is causal only"
     if not call.normalize and (call.map_q != "identity" or call.map_k != "identity"):
@@ -121,11 +121,13 @@ def _kernels_refusal(call: LinearCall) -> str | None:
         return f"takes up to {LONGEST * count} tokens, not {seqlen}"
     if batch * heads * count * blocks(head_dim, head_dim_v) < FILL * _processors(call.q.device.index):
         return f"needs more sequences and heads to fill the device than {batch} and {heads}"
+    if width(head_dim, head_dim_v) == WIDTHS[1] and not outwalks(batch * heads, seqlen, _processors(call.q.device.index)):
+        return f"needs more sequences and heads than {batch} and {heads} to walk {seqlen} tokens"
     return None
 
 
 class Hopper(LinearBackend):
-    """Causal calls in bfloat16, of head dims past 128 or with a decay, without states, lengths or packed sequences."""
+    """Causal calls in bfloat16, of head dims past 64 or with a decay, without states, lengths or packed sequences."""
 
     name = NAME
     special = True
@@ -173,7 +175,11 @@ class Hopper(LinearBackend):
     def bind_backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
     ) -> Callable[..., Any] | None:
-        return _beside(call).bind_backward(call, dout, norm, ds, dz) if _goes_on(call, ds, dz) else None
+        if _goes_on(call, ds, dz):
+            return _beside(call).bind_backward(call, dout, norm, ds, dz)
+        from warploom.linear.hopper.run import bind_backward as run
+
+        return run(call)
 
 
 BACKEND = Hopper()

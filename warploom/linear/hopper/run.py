@@ -72,17 +72,51 @@ def _forward(call: LinearCall, segments: int) -> Callable[[Tensor, Tensor, Tenso
 def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
     q, k, v, dout = (aligned(t) for t in (call.q, call.k, call.v, dout))
+    if norm is None:
+        return _backward(call)(dout, q, k, v, call.decay)
     with on_device(q):
-        if norm is None:
-            logs = _logs(call.decay, k.shape, config(width(k.shape[3], v.shape[3])).chunk)
-            dq, dk = _walk(call, dout, v, k, logs), _walk(call, v, dout, q, logs, reverse=True)
-            return dq, dk, _walk(call, k, q, dout, logs, reverse=True)
         q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         weights = norm.contiguous().reciprocal()
         x = _walk(call, dout, v, k, wide=True)
         dq, bias = queries_gradient(q, k, sums, x, weights, call.scale, call.map_q)
         dk = _walk(call, v, dout, q, weights, bias, reverse=True)
         return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True)
+
+
+def bind_backward(call: LinearCall) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
+    """What launches further backward passes of this kind, without gradients of states; see `warploom.linear.backend`."""
+    if call.normalize or not all(stepped(t) for t in (call.q, call.k, call.v)):
+        return None
+    launch = _backward(call)
+
+    def run(
+        dout: Tensor, norm: None, ds: None, dz: None, q: Tensor, k: Tensor, v: Tensor, s: None, z: None, decay: Tensor | None,
+        *others: None,
+    ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return None
+        return *launch(aligned(dout), q, k, v, decay), None, None, None
+
+    return run
+
+
+def _backward(call: LinearCall) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """What launches the three walks of a call without a denominator, and what comes before them, by dout, q, k, v and decay."""
+    likes = [like(t.shape, t.dtype, t.device) for t in (call.q, call.k, call.v)]
+    tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
+    chunk = config(tile).chunk
+    earlier, later = (_function(tile, **_fading(call), reverse=reverse) for reverse in (False, True))
+
+    def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(t) for t in likes)
+        with on_device(q):
+            logs = _logs(decay, k.shape, chunk)
+            earlier(dout, v, k, dq, logs, None, None, None, scale)
+            later(v, dout, q, dk, logs, None, None, None, scale)
+            later(k, q, dout, dv, logs, None, None, None, scale)
+        return dq, dk, dv
+
+    return run
 
 
 def _logs(decay: Tensor | None, shape: torch.Size, chunk: int) -> Tensor | None:
@@ -110,14 +144,11 @@ def _walk(
 ) -> Tensor:
     """w_i · scale · Σ (a_i · b_j) c_j over j <= i, or in reverse scale · Σ (a_i · b_j - bias_j) w_j c_j over j >= i.
 
-    a, b and c are (batch, seqlen, heads, ·); weights w and bias (batch, heads, seqlen) in fp32, 1 and 0 where None. Of a call
-    with a decay weights are the sums of its logs within chunks, or one log a head, (1, heads, 1), and products fade by the logs
-    between i and j.
+    a, b and c are (batch, seqlen, heads, ·); weights w and bias (batch, heads, seqlen) in fp32, 1 and 0 where None.
     """
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
     tile = width(call.q.shape[3], call.v.shape[3])
-    weighted = weights is not None and call.decay is None
-    function = _function(tile, reverse=reverse, weighted=weighted, biased=bias is not None, wide=wide, **_fading(call))
+    function = _function(tile, reverse=reverse, weighted=weights is not None, biased=bias is not None, wide=wide)
     function(a, b, c, out, weights, bias, None, None, call.scale)
     return out
 

@@ -1,4 +1,4 @@
-"""A walk of causal linear attention past head_dim 128: out_i = scale * sum over j <= i of (a_i . b_j) c_j, in reverse j >= i.
+"""A walk of causal linear attention: out_i = scale * sum over j <= i of (a_i . b_j) c_j, in reverse j >= i.
 
 The output and each gradient are such a sum. A block walks one head's tokens in chunks of 64. One warpgroup, or each of two,
 keeps the state, transposed, 64 columns of c by all of b, as accumulators: rounded in registers they are the left factor of what
