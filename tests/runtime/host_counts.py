@@ -45,6 +45,9 @@ MOST_CALLS = {
     "linear, recorded": 78,  # (349)
     "linear, both passes": 179,  # (604)
     "linear, both passes, decay": 212,  # (681)
+    "linear on Hopper": 50,
+    "linear on Hopper, decay": 62,
+    "linear on Hopper, both passes": 140,
     "linear step": 67,  # (252)
     "linear step, decay": 72,  # (271)
     "decode": 29,
@@ -64,6 +67,9 @@ LAUNCHED = {
     "delta step": ["step_kernel"],
     "linear": ["forward_kernel"],
     "linear, both passes": ["forward_kernel", "dq_kernel", "dkdv_kernel"],
+    "linear on Hopper": ["linear_walk"],
+    "linear on Hopper, decay": ["logs_kernel", "linear_walk"],
+    "linear on Hopper, both passes": ["linear_walk"] * 4,
     "linear step": ["step_kernel"],
     "decode, FP8": ["_rotate_kernel", "split_kernel"],
     "decode, FP8, not rotated": ["split_kernel"],
@@ -89,6 +95,10 @@ def cases() -> dict[str, Call]:
     straight = warploom.KVCache.allocate(BATCH, 256, HEADS, DIM, granularity="head", hadamard_seed=None, **sizes)
     fp8_pages = warploom.PagedKVCache.allocate(BATCH, 2048, HEADS, DIM, **sizes)
     token = [t.unsqueeze(1) for t in rows]
+    wide = torch.empty(BATCH, TOKENS, 16, 128, dtype=torch.bfloat16)
+    wide_decay = torch.empty(wide.shape[:3])
+    wide_leaves = [torch.empty_like(wide).requires_grad_() for _ in range(3)]
+    numerator: dict[str, Any] = {"feature_map": "identity", "normalize": False}
     delta, linear = partial(warploom.gated_delta_rule, backend="triton"), warploom.linear_attention
     first = warploom.gated_delta_rule
     delta_step, linear_step = warploom.gated_delta_step, warploom.linear_attention_step
@@ -112,6 +122,9 @@ def cases() -> dict[str, Call]:
         "linear, both passes, decay": lambda: torch.autograd.grad(
             linear(*leaves, decay=beside[1]), (*leaves, beside[1]), upstream
         ),
+        "linear on Hopper": lambda: linear(wide, wide, wide, **numerator),
+        "linear on Hopper, decay": lambda: linear(wide, wide, wide, decay=wide_decay, **numerator),
+        "linear on Hopper, both passes": lambda: torch.autograd.grad(linear(*wide_leaves, **numerator), wide_leaves, wide),
         "linear step": lambda: linear_step(*rows, (s, z)),
         "linear step, decay": lambda: linear_step(*rows, (s, z), decay=one_decay),
         "decode": lambda: warploom.decode(token[0], cache),

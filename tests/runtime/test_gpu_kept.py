@@ -37,6 +37,12 @@ def linear(*tokens: int, **changes: Any) -> dict[str, Any]:
     return {"q": rand(*tokens, 4, 64), "k": rand(*tokens, 2, 64), "v": rand(*tokens, 2, 64), **changes}
 
 
+def walked(*tokens: int, **changes: Any) -> dict[str, Any]:
+    """A call that Hopper's walks take."""
+    found = {name: rand(*tokens, 16, 128) for name in ("q", "k", "v")}
+    return {**found, "feature_map": "identity", "normalize": False, **changes}
+
+
 def sums(count: int) -> tuple[Tensor, Tensor]:
     return rand(count, 2, 64, 64, dtype=torch.float32), torch.rand(count, 2, 64, device="cuda")
 
@@ -66,6 +72,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
     "linear": (warploom.linear_attention, lambda: linear(2, 70)),
     "linear in segments": (warploom.linear_attention, lambda: linear(1, 9000, decay=logs(1, 9000, 2))),
     "linear that looks back": (warploom.linear_attention, lambda: {**linear(1, 9000), "q": rand(1, 9000, 2, 64)}),
+    "linear on Hopper": (warploom.linear_attention, lambda: walked(2, 70)),
+    "linear on Hopper, decay": (warploom.linear_attention, lambda: walked(2, 70, decay=logs(2, 70, 16))),
     "linear packed": (
         warploom.linear_attention,
         lambda: linear(140, cu_seqlens=starts(), state=sums(3), return_state=True, decay=logs(140, 2)),

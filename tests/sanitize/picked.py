@@ -32,6 +32,8 @@ HOPPER = [(400, 3000, 2, 1, 64, False), (5, 3000, 8, 2, 128, True), (1100, 3000,
 # Of linear attention past head_dim 128 on Hopper: batch, tokens, heads, E, M. Clusters and none, several waves, ragged ends.
 LINEAR = [(2, 200, 3, 256, 256), (1, 129, 2, 136, 192), (4, 100, 40, 256, 200)]
 MAPS = (("identity", False), ("identity", True), ("elu+1", True))
+# The same with a decay: the state in two warpgroups, and sequences cut into segments.
+FADING = [(2, 200, 3, 128, 128), (1, 2100, 9, 64, 64)]
 # Of the delta rule at widths that have tiles of their own: tokens in three sequences, heads_qk, group, E, M.
 DELTA = [((70, 0, 29), 2, 2, 128, 128), ((40, 1, 30), 1, 4, 256, 200)]
 # What the others refuse.
@@ -73,6 +75,10 @@ def problems(backend: str) -> dict[str, Problem]:
             for map_name, normalize in MAPS:
                 name = f"linear, {shape[3]} × {shape[4]}, {map_name}{', normalized' * normalize}"
                 found[name] = lambda device, of=(*shape, map_name, normalize): _linear(device, *of)
+        for shape in FADING:
+            for each in ("head", "token"):
+                name = f"linear, {shape[3]} × {shape[4]}, a decay a {each}"
+                found[name] = lambda device, of=(*shape, "identity", False, each): _linear(device, *of)
     return found
 
 
@@ -85,14 +91,24 @@ def _forward(
 
 
 def _linear(
-    device: torch.device, batch: int, tokens: int, heads: int, e: int, m: int, map_name: str, normalize: bool
+    device: torch.device,
+    batch: int,
+    tokens: int,
+    heads: int,
+    e: int,
+    m: int,
+    map_name: str,
+    normalize: bool,
+    decay: str | None = None,
 ) -> list[torch.Tensor]:
-    """The Hopper walks and the passes over rows around them, forward and backward; none of Triton's kernels beside them."""
+    """The Hopper walks and what goes before them, forward and backward; of Triton's gradients those of cut sequences."""
     from warploom.linear import hopper
     from warploom.linear.problem import LinearCall
 
     q, k, v, dout = (torch.rand(batch, tokens, heads, dim, device=device, dtype=HALF) for dim in (e, e, m, m))
     call = LinearCall(q, k, v, map_name, map_name, True, normalize, 1e-6, 1.0, None, None, None, None)
+    if decay is not None:
+        call = replace(call, decay=-torch.rand(heads if decay == "head" else (batch, tokens, heads), device=device))
     out, norm, *_ = hopper.BACKEND.forward(call, False)
     return [out, *hopper.BACKEND.backward(call, dout, norm, None, None)[:3]]
 

@@ -307,16 +307,17 @@ def _walk_refusal(p: LinearProblem, given: dict[str, Any], on_cpu: bool) -> str 
         return "takes bfloat16"
     if any(not 64 <= n <= 256 or n % 8 for n in (p.e, p.m)):
         return "from 64 to 256 in steps of 8"
-    if max(p.e, p.m) < 136:
-        return "from 136 on"
+    least = 64 if p.decay else 136 if p.normalize else 72
+    if max(p.e, p.m) < least:
+        return f"from {least} on"
     if not p.causal:
         return "is causal only"
     if not p.normalize and {p.map_q, p.map_k} != {"identity"}:
         return "takes maps with a denominator only"
     if p.state:
         return "takes no initial state"
-    if p.decay:
-        return "takes no decay"
+    if p.decay and p.normalize:
+        return "takes a decay without a denominator only"
     if p.lengths is not None or p.sequences is not None:
         return "takes neither lengths nor packed sequences"
     if p.seqlen_k != p.seqlen_q:
@@ -324,7 +325,7 @@ def _walk_refusal(p: LinearProblem, given: dict[str, Any], on_cpu: bool) -> str 
     if p.group > 1:
         return "takes as many heads of keys as of queries"
     processors = torch.cuda.get_device_properties(given["q"].device).multi_processor_count
-    if p.batch * p.heads_kv * -(-min(p.e, p.m) // 64) < 0.24 * processors:
+    if p.batch * p.heads_kv * (1 if max(p.e, p.m) <= 128 else -(-min(p.e, p.m) // 64)) < 0.24 * processors:
         return "needs more sequences and heads"
     return None
 
@@ -335,7 +336,7 @@ def modules(p: LinearProblem, backend: str) -> list[Any]:
 
     if backend != "hopper" or max(p.e, p.m) > 256:
         return []
-    return [config.spec for config in configs(width(p.e, p.m), p.normalize)]
+    return [config.spec for config in configs(width(p.e, p.m), p.normalize, p.decay != "", p.decay == "head")]
 
 
 def shrink(p: LinearProblem) -> Iterator[LinearProblem]:

@@ -165,17 +165,22 @@ def draw_variant(d: Draw, backend: str) -> LinearVariant:
 
 
 def _walks(d: Draw) -> LinearVariant:
-    """What the Hopper walks serve: bf16, wide heads, causal, nothing given."""
+    """What the Hopper walks serve: bf16, wide heads, narrower ones without a denominator, causal, nothing given but a decay."""
     e, m = d.pick((136, 192, 200, 256)), d.pick((64, 72, 128, 192, 256))
+    normalize = d.chance(0.5)
+    decay = "" if normalize else d.pick(("", "head", "token"), (2, 1, 1))
+    if not normalize and d.chance(0.6):
+        e, m = d.pick((72, 96, 128), (1, 1, 3)), d.pick((64, 72, 128), (1, 1, 3))
+        if decay and d.chance(0.3):
+            e = m = 64
     if d.chance(0.4):
         e, m = m, e
-    normalize = d.chance(0.6)
     maps = ("elu+1", "relu", "identity") if normalize else ("identity",)
     layout = d.pick(("unit", "odd", "off"), (3, 1, 1))
     off = tuple(d.chance(0.5) for _ in range(4)) if layout == "off" else (False,) * 4
     return LinearVariant(
         e=e, m=m, map_q=d.pick(maps), map_k=d.pick(maps), normalize=normalize, upstream=d.pick(("", "out"), (1, 4)),
-        layout=layout, off=off, walks=True,
+        layout=layout, off=off, walks=True, decay=decay,
     )  # fmt: skip
 
 
@@ -186,8 +191,8 @@ def draw_problem(d: Draw, variant: LinearVariant, backend: str) -> LinearProblem
     heads_kv = d.pick((1, 2, 3, 4), (5, 4, 1, 1)) if w.group < 4 else d.pick((1, 2))
     batch = 1 if w.place == "packed" else d.pick((0, 1, 2, 3, 4), (1, 8, 8, 5, 3))
     if w.walks:
-        # Enough blocks to fill the device, of which a head has one for 64 columns.
-        blocks = -(-min(w.e, w.m) // 64)
+        # Enough blocks to fill the device, of which a head has one for 64 columns, one to 128 dims.
+        blocks = 1 if max(w.e, w.m) <= 128 else -(-min(w.e, w.m) // 64)
         heads_kv = d.pick((2, 4, 8))
         batch = -(-32 // (blocks * heads_kv)) + d.integer(0, 2)
     seqlen_q = d.integer(1025, 2300) if w.long else d.length(300 if w.walks else 1500)

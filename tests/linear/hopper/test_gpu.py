@@ -61,8 +61,14 @@ def test_dims(rows: int, dims: tuple[int, int], kind: str) -> None:
     check(case(kind, rows=rows, batch=2, heads=3, e=dims[0], m=dims[1], mean=0.5))
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (72, 64), (64, 128)], ids=str)
+@pytest.mark.parametrize("rows", [1, 333, 1025])
+def test_narrower_heads(rows: int, dims: tuple[int, int]) -> None:
+    check(case("plain", rows=rows, batch=2, heads=3, e=dims[0], m=dims[1], mean=0.5))
+
+
 @pytest.mark.parametrize("decay", ["head", "token", "token that forgets"])
-@pytest.mark.parametrize("dims", [(256, 256), (192, 192), (136, 200), (248, 72)], ids=str)
+@pytest.mark.parametrize("dims", [(256, 256), (192, 192), (136, 200), (248, 72), (128, 128), (72, 64), (64, 64)], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 333, 1025])
 def test_a_decay(rows: int, dims: tuple[int, int], decay: str) -> None:
     """The same bits twice."""
@@ -73,8 +79,21 @@ def test_a_decay(rows: int, dims: tuple[int, int], decay: str) -> None:
     assert all(torch.equal(t, first[name]) for name, t in computed(call, dout).items()), of
 
 
-def test_a_decay_over_many_waves() -> None:
-    check(case("plain", rows=321, batch=5, heads=21, decay="token"))
+@pytest.mark.parametrize(("dim", "decay"), [(64, "token"), (128, "token"), (256, "token"), (128, None)])
+def test_a_decay_or_none_over_many_waves(dim: int, decay: str | None) -> None:
+    check(case("plain", rows=321, batch=5, heads=53, e=dim, decay=decay))
+
+
+@pytest.mark.parametrize("decay", ["head", "token", "token that forgets"])
+@pytest.mark.parametrize(("rows", "heads"), [(4096, 8), (5000, 16), (16384 + 1, 5)])
+def test_a_decay_over_segments(rows: int, heads: int, decay: str) -> None:
+    """Whole ones, a short last one, more than are added up at once; the same bits twice."""
+    of = case("plain", rows=rows, heads=heads, e=64, decay=decay)
+    call = replace(of.call()[0], decay_grad=False)
+    assert hopper._segments(call) > 1
+    check(of)
+    first, *_ = hopper.BACKEND.forward(call, False)
+    assert torch.equal(hopper.BACKEND.forward(call, False)[0], first), of
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,6 +193,18 @@ def test_a_state_and_its_gradient_come_from_triton() -> None:
     other, last = linear_attention(q, k, v, return_state=True, backend="triton")
     assert torch.equal(out, other) and torch.equal(state.s, last.s) and torch.equal(state.z, last.z)
     found, wanted = (torch.autograd.grad((o.sum(), s.s.sum()), (q, k, v)) for o, s in ((out, state), (other, last)))
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(300, 128), (300, 256), (2048, 64)])
+def test_gradients_of_a_decay_come_from_triton(rows: int, dim: int) -> None:
+    q, k, v = (torch.randn(2, rows, 20, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    decay = (torch.rand(2, rows, 20, device="cuda") * -0.1).requires_grad_()
+    options: dict[str, Any] = {"decay": decay, "feature_map": "identity", "normalize": False}
+    out, other = (linear_attention(q, k, v, backend=backend, **options) for backend in ("hopper", "triton"))
+    dout = torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(t, (q, k, v, decay), dout) for t in (out, other))
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a, b)
 

@@ -14,7 +14,7 @@ from tests.sources import imported
 from warploom.commands.build import named_set as every_module
 from warploom.linear import hopper, reference, registry  # noqa: F401  (registry fills the dispatch list)
 from warploom.linear.hopper.config import SOURCES, WalkConfig
-from warploom.linear.hopper.plan import config, configs, named_set, width
+from warploom.linear.hopper.plan import LONGEST, config, configs, named_set, outwalks, width
 from warploom.linear.problem import LinearCall
 from warploom.runtime import dispatch, module_spec, modules, traced
 
@@ -44,7 +44,9 @@ def call(**changes: Any) -> LinearCall:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"dtype": torch.float16}, "takes bfloat16, not torch.float16"),
-    "narrow": ({"shape": (4, 16, 8, 128)}, "takes E or M from 136 on, not 128 and 128"),
+    "narrow": ({"shape": (4, 16, 8, 64)}, "takes E or M from 72 on, not 64 and 64"),
+    "narrow, a denominator": ({"shape": (4, 16, 8, 128), "normalize": True}, "takes E or M from 136 on, not 128 and 128"),
+    "narrow, a decay": ({"shape": (4, 16, 8, 56), "decay": torch.zeros(8)}, r"takes E \(the keys' dim\) from 64 .* not 56"),
     "too narrow a head": ({"v": (4, 16, 8, 56)}, r"takes M \(the values' dim\) from 64 to 256 in steps of 8, not 56"),
     "odd": ({"q": (4, 16, 8, 250), "k": (4, 16, 8, 250)}, r"takes E \(the keys' dim\) .* not 250"),
     "bidirectional": ({"causal": False}, "is causal only"),
@@ -54,7 +56,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"decay": torch.zeros(8), "normalize": True},
         r"takes a decay without a denominator only \(normalize=False\)",
     ),
-    "a decay with a gradient": ({"decay": torch.zeros(8), "decay_grad": True}, "takes no decay that asks for a gradient"),
     "lengths": ({"lengths": torch.zeros(4, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
     "packed": ({"cu_seqlens": torch.zeros(2, dtype=torch.int32)}, "takes neither lengths nor packed sequences"),
     "more keys": ({"q": (4, 15, 8, 256)}, "takes as many keys as queries, not 16 and 15"),
@@ -64,6 +65,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "few blocks": (
         {"q": (4, 16, 7, 256), "k": (4, 16, 7, 256), "v": (4, 16, 7, 64)},
         "needs more sequences and heads to fill the device than 4 and 7",
+    ),
+    "few heads of many tokens": (
+        {"shape": (1, 16384, 32, 128)},
+        "needs more sequences and heads than 1 and 32 to walk 16384 tokens",
+    ),
+    "few heads of many tokens, a decay": (
+        {"shape": (2, 8192, 16, 72), "decay": torch.zeros(16)},
+        "needs more sequences and heads than 2 and 16 to walk 8192 tokens",
     ),
 }
 
@@ -76,14 +85,47 @@ def test_what_it_refuses_in_words(name: str, machine: None) -> None:
 
 
 TAKEN: list[dict[str, Any]] = [{}, {"normalize": True}, {"normalize": True, "map_q": "elu+1", "map_k": "relu"}]
+TAKEN += [{"decay": torch.zeros(20)}, {"decay": torch.zeros(20), "decay_grad": True}]
 
 
-@pytest.mark.parametrize("changes", [*TAKEN, {"decay": torch.zeros(20)}], ids=["plain", "normalized", "mapped", "decay"])
+@pytest.mark.parametrize("changes", TAKEN, ids=["plain", "normalized", "mapped", "decay", "decay with a gradient"])
 @pytest.mark.parametrize("dims", [(256, 256), (136, 136), (64, 200), (256, 128)])
 def test_what_it_takes(dims: tuple[int, int], changes: dict[str, Any], machine: None) -> None:
     e, m = dims
     found = call(q=(4, 16384, 20, e), k=(4, 16384, 20, e), v=(4, 16384, 20, m), **changes)
     assert dispatch.choose(found, None, "linear") == "hopper"
+
+
+@pytest.mark.parametrize("decay", [None, torch.zeros(32), torch.zeros(1, 4096, 32)], ids=["plain", "head", "token"])
+@pytest.mark.parametrize("dims", [(128, 128), (72, 64), (64, 128), (64, 64)])
+def test_without_a_denominator_it_takes_narrower_heads(
+    dims: tuple[int, int], decay: torch.Tensor | None, machine: None
+) -> None:
+    """At 64 dims with a decay alone: without one Triton is as quick."""
+    e, m = dims
+    found = call(q=(1, 4096, 32, e), k=(1, 4096, 32, e), v=(1, 4096, 32, m), decay=decay)
+    refused = hopper.BACKEND.supports(found)
+    assert refused == ("takes E or M from 72 on, not 64 and 64" if decay is None and dims == (64, 64) else None)
+
+
+def test_with_a_decay_few_heads_of_64_dims_are_cut(machine: None) -> None:
+    def cut(tokens: int, heads: int, dim: int = 64) -> int:
+        return hopper._segments(call(shape=(1, tokens, heads, dim), decay=torch.zeros(heads)))
+
+    assert [cut(16384, heads) for heads in (79, 80, 16, 8, 1)] == [1, 1, 8, 16, 16]
+    assert [cut(tokens, 16) for tokens in (2047, 2048, 4096)] == [1, 2, 4]
+    assert cut(16384, 16, 128) == 1
+    taken = [call(shape=(1, tokens, 16, 64), decay=torch.zeros(16)) for tokens in (1 << 17, (1 << 17) + 1, 2047)]
+    refusals = [hopper.BACKEND.supports(each) for each in taken]
+    assert refusals[0] is None and "takes up to 131072 tokens" in str(refusals[1]) and "to fill the device" in str(refusals[2])
+
+
+def test_few_long_heads_of_128_dims_are_left_to_segments() -> None:
+    """As measured on an H200: 32 heads of 4096 tokens are walked, of 16384 not; the more heads, the more tokens."""
+    most = [max(n for n in range(1024, LONGEST + 1, 512) if outwalks(heads, n, PROCESSORS)) for heads in range(32, PROCESSORS)]
+    assert 4096 <= most[0] < 8192 and most == sorted(most)
+    assert all(n == LONGEST for n in most[64 - 32 :])
+    assert outwalks(2 * PROCESSORS, LONGEST, PROCESSORS)
 
 
 def test_a_cpu_tensor_is_refused() -> None:
@@ -145,8 +187,8 @@ def test_dispatch_can_be_traced(machine: None, monkeypatch: pytest.MonkeyPatch, 
 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
-    assert len(set(names)) == len(names) < 30
-    assert names[0] == "linear_walk_sm90_bfloat16_d192_v192_64s4_c1"
+    assert len(set(names)) == len(names) == 32
+    assert names[0] == "linear_walk_sm90_bfloat16_d64_v64_64s4x4_c1g1_fading"
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}
     for variant in named_set():
@@ -158,8 +200,10 @@ def test_names_and_the_named_set() -> None:
 
 def test_named_set_has_every_variant_of_a_call() -> None:
     for dims in ((136, 64), (192, 192), (200, 64), (64, 256)):
-        for kind in ((False, False), (True, False), (False, True)):
+        for kind in ((False, False), (True, False), (False, True), (False, True, True)):
             assert set(configs(width(*dims), *kind)) <= set(named_set())
+    for kind in ((False, False), (False, True), (False, True, True)):
+        assert set(configs(width(72, 64), *kind)) <= set(named_set())
 
 
 def test_sources_are_what_walks_import() -> None:

@@ -28,6 +28,7 @@ from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+SEGMENTS = 3  # where sequences are cut
 PLAIN: dict[str, Any] = {"map_q": "identity", "map_k": "identity", "normalize": False, "dtype": torch.bfloat16}
 
 
@@ -35,22 +36,40 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
     """The sum by its definition, held to the kernel's signature and to what it can read."""
     variant = dict(spec.config)
 
-    def call(a: Tensor, b: Tensor, c: Tensor, out: Tensor, weights: Tensor | None, bias: Tensor | None, scale: float) -> None:
+    def call(
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        out: Tensor,
+        weights: Tensor | None,
+        bias: Tensor | None,
+        states: Tensor | None,
+        fades: Tensor | None,
+        scale: float,
+    ) -> None:
         for t in (a, b, c, out):
             assert t is out or t.dtype == torch.bfloat16
             readable(t)
         assert a.shape == b.shape and c.shape == out.shape and a.shape[:3] == c.shape[:3]
         assert a.shape[3] <= variant["head_dim"] and c.shape[3] <= variant["head_dim_v"]
         assert (out.dtype == torch.float32) == variant["wide"]
+        if variant["cut"]:
+            assert states is not None and fades is not None and states.shape[:3] == fades.shape == (*a.shape[:3:2], SEGMENTS)
+        else:
+            assert states is None and fades is None
         scores = torch.einsum("bihe,bjhe->bhij", a.double(), b.double())
         for vector, present in ((weights, variant["weighted"] or variant["fading"]), (bias, variant["biased"])):
             assert (vector is not None) == present
             if vector is not None:
-                assert vector.is_contiguous() and vector.dtype == torch.float32 and vector.shape == scores.shape[:3]
+                shape = (1, a.shape[2], 1) if variant["a_head"] else scores.shape[:3]
+                assert vector.is_contiguous() and vector.dtype == torch.float32 and vector.shape == shape
         if bias is not None:
             assert variant["reverse"] and variant["weighted"]
             scores = scores - bias[:, :, None]
         scores = scores.triu() if variant["reverse"] else scores.tril()
+        if variant["a_head"]:
+            assert weights is not None
+            weights = sums_of_logs(weights.mT.expand(a.shape[:3]), variant["chunk"])
         if variant["fading"]:
             assert weights is not None
             # Sums within chunks, of all before and of the token's own, in log2.
@@ -129,7 +148,7 @@ def test_the_walk_in_python_takes_what_the_compiled_one_takes() -> None:
     assert [*stand_in, "stream"] == parameters("linear/hopper/walk.py", "Walk.__call__")
 
 
-@pytest.mark.parametrize("dims", [(64, 136), (200, 72), (256, 256)])
+@pytest.mark.parametrize("dims", [(64, 136), (200, 72), (256, 256), (72, 128)])
 def test_plain(dims: tuple[int, int]) -> None:
     case = Case(random.randrange(2**31), rows=21, batch=2, heads=3, e=dims[0], m=dims[1], scale=0.3, **PLAIN)
     call, dout, *_ = case.call()
@@ -142,13 +161,89 @@ def sums_of_logs(logs: Tensor, chunk: int) -> Tensor:
 
 
 @pytest.mark.parametrize("decay", ["head", "token that forgets"])
-def test_a_decay(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dims", [(136, 136), (72, 128)], ids=str)
+def test_a_decay(dims: tuple[int, int], decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one chunk."""
     monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
-    case = Case(random.randrange(2**31), rows=150, batch=2, heads=3, e=136, m=136, decay=decay, scale=0.3, **PLAIN)
+    case = Case(random.randrange(2**31), rows=150, batch=2, heads=3, e=dims[0], m=dims[1], decay=decay, scale=0.3, **PLAIN)
     call, dout, *_ = case.call()
     call = replace(call, decay_grad=False)
     assert_near(computed(call, dout), results(call, dout, None, None, exact=True))
+
+
+@pytest.mark.parametrize("decay", ["head", "token"])
+def test_segments(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk is given what the segments' own states were asked for."""
+    rows, heads, asked = 3 * 1024, 4, []
+
+    def own_states(k: Tensor, v: Tensor, logs: Tensor, segments: int, chunk: int) -> tuple[Tensor, Tensor]:
+        for t in (k, v):
+            readable(t)
+        asked.append((segments, chunk, tuple(logs.shape)))
+        shape = k.shape[0], k.shape[2], segments
+        return torch.zeros(*shape, 64, 64), torch.zeros(shape)
+
+    monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
+    monkeypatch.setattr(run, "own_states", own_states)
+    monkeypatch.setattr(hopper, "_processors", lambda index: 3 * heads)
+    case = Case(random.randrange(2**31), rows=rows, heads=heads, e=64, m=64, decay=decay, scale=0.3, **PLAIN)
+    call, dout, *_ = case.call()
+    call = replace(call, decay_grad=False)
+    assert_near({"out": hopper.BACKEND.forward(call, False)[0]}, results(call, dout, None, None, exact=True))
+    assert asked == [(SEGMENTS, 64, (1, heads, 1) if decay == "head" else (1, heads, rows))]
+
+    assert_goes_on(call, dout, monkeypatch)
+
+
+def assert_goes_on(call: LinearCall, dout: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are another implementation's."""
+
+    class Next:
+        def backward(self, *given: Any) -> tuple[Any, ...]:
+            return given
+
+        bind_backward = backward
+
+    monkeypatch.setattr(hopper, "_beside", lambda call: Next())
+    for backward in (hopper.BACKEND.backward, hopper.BACKEND.bind_backward):
+        assert backward(call, dout, None, None, None) == (call, dout, None, None, None)
+
+
+def test_a_decay_with_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
+    case = Case(random.randrange(2**31), rows=150, heads=3, e=128, m=128, decay="token", scale=0.3, **PLAIN)
+    call, dout, *_ = case.call()
+    assert call.decay_grad
+    assert_near({"out": hopper.BACKEND.forward(call, False)[0]}, results(call, dout, None, None, exact=True))
+    assert_goes_on(call, dout, monkeypatch)
+
+
+@pytest.mark.parametrize("decay", [None, "token"], ids=str)
+def test_bound(decay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept gives what the call gave, and hands back what starts off 16 bytes."""
+    monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
+    case = Case(random.randrange(2**31), rows=150, heads=3, e=72, m=128, decay=decay, scale=0.3, **PLAIN)
+    call, dout, *_ = case.call()
+    call = replace(call, decay_grad=False)
+    bound = hopper.BACKEND.bind(call, False)
+    assert bound is not None and hopper.BACKEND.bind(call, True) is None
+    tensors = (call.q, call.k, call.v, None, None, call.decay, None, None)
+    out, *rest = bound(*tensors)
+    assert torch.equal(out, hopper.BACKEND.forward(call, False)[0]) and rest == [None, None, None]
+    storage = torch.zeros(call.q.numel() + 1, dtype=call.q.dtype)
+    off = storage[1:].view(call.q.shape)
+    assert bound(off, *tensors[1:]) is None
+    odd = replace(call, q=torch.cat([call.q, call.q[..., :3]], -1)[..., :72])
+    assert hopper.BACKEND.bind(odd, False) is None
+
+    none = (None, None, None)
+    bound = hopper.BACKEND.bind_backward(call, dout, *none)
+    assert bound is not None and hopper.BACKEND.bind_backward(odd, dout, *none) is None
+    want = hopper.BACKEND.backward(call, dout, *none)
+    for upstream in (dout, dout.transpose(1, 3).contiguous().transpose(1, 3)):
+        found = bound(upstream, *none, *tensors)
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], want[:3], strict=True)) and found[3:] == none
+    assert bound(dout, *none, off, *tensors[1:]) is None
 
 
 MAPS = [("identity", "identity"), ("elu+1", "elu+1"), ("relu", "elu+1"), ("elu+1", "identity")]
@@ -218,7 +313,7 @@ def test_a_loaded_module_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(modules, "loaded", walk)
     call, *_ = Case(1, rows=9, e=136, m=136, **PLAIN).call()
-    out, _ = run.forward(call)
+    out, _ = run.forward(call, 1)
     assert torch.isfinite(out).all()
 
 

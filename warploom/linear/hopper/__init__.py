@@ -1,8 +1,9 @@
-"""Causal linear attention for Hopper (sm_90a) with head dims past 128, in the CuTe DSL: TMA, wgmma, warp specialisation.
+"""Causal linear attention for Hopper (sm_90a) past head_dim 64, with a denominator past 128, in the CuTe DSL.
 
-One kernel, the walk, sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients are such sums. A block walks a
-sequence in chunks with a slice of the state in registers. Modules are compiled ahead of time by `warploom build`, or once at
-first use. Maps and denominators are passes over rows in Triton. A state that is asked for goes to the next implementation.
+One kernel, the walk (TMA, wgmma, warp specialisation), sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients
+are such sums. A block walks a sequence in chunks with a slice of the state in registers. Modules are compiled ahead of time by
+`warploom build`, or once at first use. Maps and denominators are passes over rows in Triton, and so are the states of segments
+where few sequences are cut. A state that is asked for, and the gradient of a decay, are the next implementation's.
 """
 
 from __future__ import annotations
@@ -14,11 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warploom.linear.backend import LinearBackend
-from warploom.linear.hopper.plan import FILL, LEAST, LONGEST, NARROWEST, WIDTHS, blocks, configs, width
+from warploom.linear.hopper.plan import (
+    FILL,
+    LEAST,
+    LONGEST,
+    WIDTHS,
+    blocks,
+    configs,
+    narrowest,
+    outwalks,
+    segments,
+    width,
+)
 from warploom.runtime import dispatch, modules, traced
 from warploom.runtime.backend import Backend
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from warploom.linear.problem import LinearCall
@@ -35,9 +49,9 @@ def _examine() -> str | None:
 
 
 @traced.constant
-def _module_refusal(width: int, normalize: bool, fading: bool) -> str | None:
+def _module_refusal(width: int, normalize: bool, fading: bool, a_head: bool, cut: bool) -> str | None:
     """Why a module can be neither loaded nor built here."""
-    kind = (width, normalize, fading)
+    kind = (width, normalize, fading, a_head, cut)
     return _found.refusal(kind, lambda: [variant.spec for variant in configs(*kind)])
 
 
@@ -60,6 +74,19 @@ def _beside(call: LinearCall) -> Backend:
     return dispatch.delegate(NAME, call, "linear")
 
 
+def _segments(call: LinearCall) -> int:
+    """How many a sequence is cut into."""
+    batch, seqlen, heads, head_dim = call.q.shape
+    if call.decay is None or width(head_dim, call.v.shape[3]) != WIDTHS[0]:
+        return 1
+    return segments(batch * heads, seqlen, _processors(call.q.device.index))
+
+
+def _goes_on(call: LinearCall, ds: Tensor | None, dz: Tensor | None) -> bool:
+    """Whether gradients come from the next implementation: states', logs', and those of sequences that are cut."""
+    return ds is not None or dz is not None or call.decay_grad or _segments(call) > 1
+
+
 def _kernels_refusal(call: LinearCall) -> str | None:
     """What of a call its kernels do not take, or are no quicker at, whichever modules there are."""
     if call.device != "cuda":
@@ -72,8 +99,9 @@ def _kernels_refusal(call: LinearCall) -> str | None:
     for name, dim in (("E (the keys' dim)", head_dim), ("M (the values' dim)", head_dim_v)):
         if not LEAST <= dim <= WIDTHS[-1] or dim % 8:
             return f"takes {name} from {LEAST} to {WIDTHS[-1]} in steps of 8, not {dim}"
-    if head_dim < NARROWEST and head_dim_v < NARROWEST:
-        return f"takes E or M from {NARROWEST} on, not {head_dim} and {head_dim_v}"
+    least = narrowest(call.normalize, call.decay is not None)
+    if head_dim < least and head_dim_v < least:
+        return f"takes E or M from {least} on, not {head_dim} and {head_dim_v}"
     if not call.causal:
         return "is causal only"
     if not call.normalize and (call.map_q != "identity" or call.map_k != "identity"):
@@ -82,23 +110,24 @@ def _kernels_refusal(call: LinearCall) -> str | None:
         return "takes no initial state"
     if call.decay is not None and call.normalize:
         return "takes a decay without a denominator only (normalize=False)"
-    if call.decay_grad:
-        return "takes no decay that asks for a gradient"
     if call.lengths is not None or call.cu_seqlens is not None:
         return "takes neither lengths nor packed sequences"
     if call.k.shape[1] != seqlen:
         return f"takes as many keys as queries, not {call.k.shape[1]} and {seqlen}"
     if call.k.shape[2] != heads:
         return f"takes as many heads of keys as of queries, not {call.k.shape[2]} and {heads}"
-    if seqlen > LONGEST:
-        return f"takes up to {LONGEST} tokens, not {seqlen}"
-    if batch * heads * blocks(head_dim, head_dim_v) < FILL * _processors(call.q.device.index):
+    count = _segments(call)
+    if seqlen > LONGEST * count:
+        return f"takes up to {LONGEST * count} tokens, not {seqlen}"
+    if batch * heads * count * blocks(head_dim, head_dim_v) < FILL * _processors(call.q.device.index):
         return f"needs more sequences and heads to fill the device than {batch} and {heads}"
+    if width(head_dim, head_dim_v) == WIDTHS[1] and not outwalks(batch * heads, seqlen, _processors(call.q.device.index)):
+        return f"needs more sequences and heads than {batch} and {heads} to walk {seqlen} tokens"
     return None
 
 
 class Hopper(LinearBackend):
-    """Causal calls in bfloat16 whose head dims pass 128, without states, lengths or packed sequences."""
+    """Causal calls in bfloat16, of head dims past 64 or with a decay, without states, lengths or packed sequences."""
 
     name = NAME
     special = True
@@ -114,7 +143,8 @@ class Hopper(LinearBackend):
         refused = _kernels_refusal(call)
         if refused is not None:
             return refused
-        return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize, call.decay is not None)
+        kind = call.decay is not None, call.decay is not None and call.decay.ndim == 1, _segments(call) > 1
+        return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize, *kind)
 
     def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Out, norm, s and z; see `warploom.linear.problem`."""
@@ -122,17 +152,34 @@ class Hopper(LinearBackend):
             return _beside(call).forward(call, return_state)
         from warploom.linear.hopper.run import forward as run
 
-        return *run(call), None, None
+        return *run(call, _segments(call)), None, None
+
+    def bind(self, call: LinearCall, return_state: bool = False) -> Callable[..., Any] | None:
+        """What launches further calls of this kind; see `warploom.linear.backend`."""
+        if return_state:
+            return None
+        from warploom.linear.hopper.run import bind as run
+
+        return run(call, _segments(call))
 
     def backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """dq, dk and dv; no state came in, so none has a gradient."""
-        if ds is not None or dz is not None:
+        if _goes_on(call, ds, dz):
             return _beside(call).backward(call, dout, norm, ds, dz)
         from warploom.linear.hopper.run import backward as run
 
         return *run(call, dout, norm), None, None, None
+
+    def bind_backward(
+        self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
+    ) -> Callable[..., Any] | None:
+        if _goes_on(call, ds, dz):
+            return _beside(call).bind_backward(call, dout, norm, ds, dz)
+        from warploom.linear.hopper.run import bind_backward as run
+
+        return run(call)
 
 
 BACKEND = Hopper()

@@ -7,8 +7,7 @@ from functools import cached_property
 
 from warploom.runtime.modules import ModuleSpec
 
-COLUMNS = 64  # of c and out that a block owns, and of a TMA box
-C_STAGES = 2  # of the ring of c
+COLUMNS = 64  # of c and out that a warpgroup owns, and of a TMA box
 _HERE = "linear/hopper"
 # What the compiled code is made from.
 SOURCES = (
@@ -28,15 +27,19 @@ class WalkConfig:
     """
 
     dtype: str  # "bfloat16"
-    head_dim: int  # 192 or 256
+    head_dim: int  # 64, 128, 192 or 256
     head_dim_v: int  # a multiple of 64
     reverse: bool = False  # out of a token sums over itself and later ones
     weighted: bool = False  # weights multiply the rows of c in reverse, else those of out
     biased: bool = False  # in reverse, of a weighted walk: a bias of each j is taken from all products a_i . b_j
     wide: bool = False  # out is fp32
     fading: bool = False  # weights are sums of logs up to each token within its chunk, in log2, which all products fade by
+    a_head: bool = False  # weights are one log a head, which all its tokens have, in place of sums
+    cut: bool = False  # sequences are cut into segments, which begin from the segments' own states before them
     chunk: int = 64  # tokens of a step
     stages: int = 3  # of the rings of a and b
+    c_stages: int = 2  # of the ring of c
+    groups: int = 1  # warpgroups that keep the state, each with COLUMNS columns of c and out
     cluster: int = 2  # blocks that share what they load of a and b; a divisor of ``blocks`` and of head_dim / 64
 
     @property
@@ -47,13 +50,15 @@ class WalkConfig:
     @property
     def blocks(self) -> int:
         """Blocks of a head."""
-        return self.head_dim_v // COLUMNS
+        return self.head_dim_v // (self.groups * COLUMNS)
 
     @property
     def name(self) -> str:
         """File name and symbol."""
-        parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}", f"c{self.cluster}"]
-        parts += [feature for feature in ("reverse", "weighted", "biased", "wide", "fading") if getattr(self, feature)]
+        parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}x{self.c_stages}"]
+        parts.append(f"c{self.cluster}g{self.groups}")
+        features = ("reverse", "weighted", "biased", "wide", "fading", "a_head", "cut")
+        parts += [feature for feature in features if getattr(self, feature)]
         return "linear_walk_sm90_" + "_".join(parts)
 
     @cached_property
@@ -65,5 +70,5 @@ class WalkConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of the rings of a and b and of c, of a tile of scores, and of out on its way."""
-        inputs = self.chunk * (2 * self.stages * self.head_dim + C_STAGES * COLUMNS)
-        return 2 * (inputs + self.chunk * (self.chunk + COLUMNS))
+        inputs = self.chunk * (2 * self.stages * self.head_dim + self.c_stages * self.groups * COLUMNS)
+        return 2 * (inputs + self.chunk * (self.chunk + self.groups * COLUMNS))

@@ -9,35 +9,72 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from warploom.linear.hopper.cut import own_states
 from warploom.linear.hopper.plan import config, width
 from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, sums_of_logs, through
 from warploom.runtime import modules
-from warploom.runtime.alignment import aligned
+from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.device import on_device
+from warploom.runtime.likeness import like
 
 if TYPE_CHECKING:
     from warploom.linear.problem import LinearCall
 
 
-def forward(call: LinearCall) -> tuple[Tensor, Tensor | None]:
-    """Out, and the denominators, (batch, heads, seqlen)."""
+def forward(call: LinearCall, segments: int) -> tuple[Tensor, Tensor | None]:
+    """Out, and the denominators, (batch, heads, seqlen); sequences are cut into so many segments."""
     q, k, v = (aligned(t) for t in (call.q, call.k, call.v))
+    if not call.normalize:
+        return _forward(call, segments)(q, k, v, call.decay), None
     with on_device(q):
-        if not call.normalize:
-            return _walk(call, q, k, v, _logs(call)), None
         q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         norm, weights = denominators(q, k, sums, call.scale, call.eps)
         return _walk(call, q, k, v, weights), norm
 
 
+def bind(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, None, None, None] | None] | None:
+    """What launches further forward passes of this kind; see `warploom.linear.backend`."""
+    if call.normalize or not all(stepped(t) for t in (call.q, call.k, call.v)):
+        return None
+    launch = _forward(call, segments)
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, s: None, z: None, decay: Tensor | None, *others: None
+    ) -> tuple[Tensor, None, None, None] | None:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return None
+        return launch(q, k, v, decay), None, None, None
+
+    return run
+
+
+def _forward(call: LinearCall, segments: int) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """What launches the walk of a call without a denominator, and what comes before it, by q, k, v and decay."""
+    like_out = like(call.v.shape, call.v.dtype, call.v.device)
+    tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
+    chunk = config(tile).chunk
+    function = _function(tile, **_fading(call), cut=segments > 1)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> Tensor:
+        out = torch.empty_like(like_out)
+        with on_device(q):
+            logs = _logs(decay, k.shape, chunk)
+            before: tuple[Tensor | None, ...] = (None, None)
+            if segments > 1:
+                assert logs is not None
+                before = own_states(k, v, logs, segments, chunk)
+            function(q, k, v, out, logs, None, *before, scale)
+        return out
+
+    return run
+
+
 def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
     q, k, v, dout = (aligned(t) for t in (call.q, call.k, call.v, dout))
+    if norm is None:
+        return _backward(call)(dout, q, k, v, call.decay)
     with on_device(q):
-        if norm is None:
-            logs = _logs(call)
-            dq, dk = _walk(call, dout, v, k, logs), _walk(call, v, dout, q, logs, reverse=True)
-            return dq, dk, _walk(call, k, q, dout, logs, reverse=True)
         q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         weights = norm.contiguous().reciprocal()
         x = _walk(call, dout, v, k, wide=True)
@@ -46,10 +83,52 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tenso
         return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True)
 
 
-def _logs(call: LinearCall) -> Tensor | None:
-    """Sums of the decay's logs within the walks' chunks."""
-    chunk = config(width(call.q.shape[3], call.v.shape[3])).chunk
-    return None if call.decay is None else sums_of_logs(call.decays(), chunk)
+def bind_backward(call: LinearCall) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
+    """What launches further backward passes of this kind, without gradients of states; see `warploom.linear.backend`."""
+    if call.normalize or not all(stepped(t) for t in (call.q, call.k, call.v)):
+        return None
+    launch = _backward(call)
+
+    def run(
+        dout: Tensor, norm: None, ds: None, dz: None, q: Tensor, k: Tensor, v: Tensor, s: None, z: None, decay: Tensor | None,
+        *others: None,
+    ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return None
+        return *launch(aligned(dout), q, k, v, decay), None, None, None
+
+    return run
+
+
+def _backward(call: LinearCall) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """What launches the three walks of a call without a denominator, and what comes before them, by dout, q, k, v and decay."""
+    likes = [like(t.shape, t.dtype, t.device) for t in (call.q, call.k, call.v)]
+    tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
+    chunk = config(tile).chunk
+    earlier, later = (_function(tile, **_fading(call), reverse=reverse) for reverse in (False, True))
+
+    def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(t) for t in likes)
+        with on_device(q):
+            logs = _logs(decay, k.shape, chunk)
+            earlier(dout, v, k, dq, logs, None, None, None, scale)
+            later(v, dout, q, dk, logs, None, None, None, scale)
+            later(k, q, dout, dv, logs, None, None, None, scale)
+        return dq, dk, dv
+
+    return run
+
+
+def _logs(decay: Tensor | None, shape: torch.Size, chunk: int) -> Tensor | None:
+    """Sums of a decay's logs within chunks of keys of a shape; logs of heads as they are."""
+    if decay is None:
+        return None
+    return decay[None, :, None] if decay.ndim == 1 else sums_of_logs(decay.expand(shape[:3]), chunk)
+
+
+def _fading(call: LinearCall) -> dict[str, bool]:
+    """The features of walks that a decay asks for."""
+    return {"fading": call.decay is not None, "a_head": call.decay is not None and call.decay.ndim == 1}
 
 
 def _walk(
@@ -65,15 +144,12 @@ def _walk(
 ) -> Tensor:
     """w_i · scale · Σ (a_i · b_j) c_j over j <= i, or in reverse scale · Σ (a_i · b_j - bias_j) w_j c_j over j >= i.
 
-    a, b and c are (batch, seqlen, heads, ·); weights w and bias (batch, heads, seqlen) in fp32, 1 and 0 where None. Of a call
-    with a decay weights are the sums of its logs within chunks, and products fade by the logs between i and j.
+    a, b and c are (batch, seqlen, heads, ·); weights w and bias (batch, heads, seqlen) in fp32, 1 and 0 where None.
     """
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
     tile = width(call.q.shape[3], call.v.shape[3])
-    fading = call.decay is not None
-    weighted = weights is not None and not fading
-    function = _function(tile, reverse=reverse, weighted=weighted, biased=bias is not None, wide=wide, fading=fading)
-    function(a, b, c, out, weights, bias, call.scale)
+    function = _function(tile, reverse=reverse, weighted=weights is not None, biased=bias is not None, wide=wide)
+    function(a, b, c, out, weights, bias, None, None, call.scale)
     return out
 
 

@@ -1,9 +1,9 @@
-"""A walk of causal linear attention past head_dim 128: out_i = scale * sum over j <= i of (a_i . b_j) c_j, in reverse j >= i.
+"""A walk of causal linear attention: out_i = scale * sum over j <= i of (a_i . b_j) c_j, in reverse j >= i.
 
-The output and each gradient are such a sum. A block has 64 columns of c and out of one head and walks its tokens in chunks of
-64. One warpgroup keeps the state, transposed, 64 columns of c by all of b, as accumulators: rounded in registers they are the
-left factor of what a chunk takes from the chunks before. Another computes the chunk's own products, one chunk ahead. Blocks of
-a head that form a cluster load a and b for each other.
+The output and each gradient are such a sum. A block walks one head's tokens in chunks of 64. One warpgroup, or each of two,
+keeps the state, transposed, 64 columns of c by all of b, as accumulators: rounded in registers they are the left factor of what
+a chunk takes from the chunks before. Another computes the chunk's own products, one chunk ahead. Blocks of a head that form a
+cluster load a and b for each other.
 
 Here: the launch, shared memory and which warp does what. The loader is in ``walk_producer``, the warpgroups in
 ``walk_consumers``.
@@ -24,12 +24,13 @@ from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.rings import Mbarriers, init_rings, meet
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load, tma_store
 from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
-from warploom.linear.hopper.config import C_STAGES, COLUMNS
+from warploom.linear.hopper.config import COLUMNS
 from warploom.linear.hopper.walk_base import WalkPart, WalkShared
 from warploom.linear.hopper.walk_consumers import Consumers
 from warploom.linear.hopper.walk_producer import Producer
 
-STATE_REGISTERS, SCORE_REGISTERS, PRODUCER_REGISTERS = 256, 152, 96
+# Registers of those that keep the state, of scores and of the loader, by the number of the former.
+REGISTERS = {1: (256, 152, 96), 2: (184, 104, 40)}
 LOADER = 0
 
 
@@ -43,12 +44,15 @@ class Walk(Producer, Consumers):
         b: cute.Tensor,
         c: cute.Tensor,  # (batch, seqlen, heads, head_dim_v)
         out: cute.Tensor,
-        weights: cute.Tensor | None,  # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out
+        # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out; of a_head's logs (1, heads, 1).
+        weights: cute.Tensor | None,
         bias: cute.Tensor | None,  # (batch, heads, seqlen) fp32: taken from all products with row j of b
+        states: cute.Tensor | None,  # (batch, heads, segments, head_dim_v, head_dim) fp32, of the tile: segments' own
+        fades: cute.Tensor | None,  # (batch, heads, segments) fp32: sums of a segment's logs, in log2
         scale: Float32,
         stream: Any,
     ):
-        """Lay out shared memory, describe the TMA copies and launch a block for 64 columns of each head."""
+        """Lay out shared memory, describe the TMA copies and launch the blocks of each head."""
         config = self.config
         a, b, c, out = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (a, b, c, out)]
         tile = (config.chunk, COLUMNS)
@@ -65,14 +69,14 @@ class Walk(Producer, Consumers):
         intra = product(self.dtype, (64, config.chunk, 16), IN_SHARED, BY_MN, BY_K)
         source, major = (IN_REGISTERS, BY_K) if const_expr(config.weighs_rows) else (IN_SHARED, BY_MN)
         update = product(self.dtype, (64, config.head_dim, 16), source, major, BY_MN)
-        blocks = config.head_dim_v // COLUMNS
         self.kernel(
-            a, b, c, out, weights, bias, tma_a, tma_b, tma_c, tma_out, scores, inter, intra, update,
+            a, b, c, out, weights, bias, states, fades, tma_a, tma_b, tma_c, tma_out, scores, inter, intra, update,
             layout_ab, tile_layout(self.dtype, tile, config.stages * self.boxes, COLUMNS),
-            tile_layout(self.dtype, tile, C_STAGES, COLUMNS), box, scale,
+            tile_layout(self.dtype, tile, config.c_stages * config.groups, COLUMNS), box,
+            tile_layout(self.dtype, tile, config.groups, COLUMNS), scale,
         ).launch(
-            grid=[blocks * out.shape[2] * out.shape[3], 1, 1],
-            block=[3 * WARPGROUP, 1, 1],
+            grid=[config.blocks * out.shape[2] * out.shape[3] * self.segments(states), 1, 1],
+            block=[(2 + config.groups) * WARPGROUP, 1, 1],
             cluster=[config.cluster, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
@@ -83,10 +87,11 @@ class Walk(Producer, Consumers):
         """The barriers in shared memory, which all threads of the cluster see afterwards."""
         if warp == LOADER:
             with cute.arch.elect_one():
-                readers = 8 * self.config.cluster  # warps
+                groups = self.config.groups
+                readers = 4 * (1 + groups) * self.config.cluster  # warps
                 rings = (shared.a_full, shared.a_empty, readers), (shared.b_full, shared.b_empty, readers)
                 init_rings(self.config.stages, *rings)
-                init_rings(C_STAGES, (shared.c_full, shared.c_empty, 4))
+                init_rings(self.config.c_stages, (shared.c_full, shared.c_empty, 4 * groups))
             cute.arch.mbarrier_init_fence()
         meet(self.config.cluster)
 
@@ -99,6 +104,8 @@ class Walk(Producer, Consumers):
         out: cute.Tensor,
         weights: cute.Tensor | None,
         bias: cute.Tensor | None,
+        states: cute.Tensor | None,
+        fades: cute.Tensor | None,
         tma_a: cute.CopyAtom,
         tma_b: cute.CopyAtom,
         tma_c: cute.CopyAtom,
@@ -111,6 +118,7 @@ class Walk(Producer, Consumers):
         layout_boxes: cute.ComposedLayout,
         layout_c: cute.ComposedLayout,
         layout_p: cute.ComposedLayout,
+        layout_out: cute.ComposedLayout,
         scale: Float32,
     ):
         config = self.config
@@ -122,12 +130,12 @@ class Walk(Producer, Consumers):
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 4 * stages + 2 * C_STAGES]
+            barriers: cute.struct.MemRange[Int64, 4 * stages + 2 * config.c_stages]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ab)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ab)], 1024]
             c: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_c)], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_p)], 1024]
-            out: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_p)], 1024]
+            out: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_out)], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         barriers = Mbarriers(storage.barriers.data_ptr())
@@ -136,8 +144,8 @@ class Walk(Producer, Consumers):
             a_empty=barriers.take(stages),
             b_full=barriers.take(stages),
             b_empty=barriers.take(stages),
-            c_full=barriers.take(C_STAGES),
-            c_empty=barriers.take(C_STAGES),
+            c_full=barriers.take(config.c_stages),
+            c_empty=barriers.take(config.c_stages),
             a=placed(storage.a, layout_ab),
             b=placed(storage.b, layout_ab),
             boxes_a=placed(storage.a, layout_boxes),
@@ -146,34 +154,45 @@ class Walk(Producer, Consumers):
             c=placed(storage.c, layout_c),
             p=placed(storage.p, layout_p),
             p_start=storage.p.data_ptr(),
-            out=placed(storage.out, layout_p),
+            out=placed(storage.out, layout_out),
             out_start=storage.out.data_ptr(),
         )
         self.init_barriers(warp, shared)
 
-        blocks = config.head_dim_v // COLUMNS
         index = cute.arch.block_idx()[0]
-        slice_ = index // blocks
-        heads = out.shape[2]
+        slice_ = index // config.blocks
+        heads, chunks = out.shape[2], cute.ceil_div(out.shape[0], config.chunk)
+        first, segment = Int32(0), Int32(0)
+        if const_expr(config.cut):
+            segments = self.segments(states)
+            segment = slice_ % segments
+            slice_ = slice_ // segments
+            each = cute.ceil_div(chunks, segments)
+            first = segment * each
+            chunks = cutlass.max(cutlass.min(each, chunks - first), 0)
         rank = Int32(0)
         if const_expr(config.cluster > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         given = WalkPart(
             shared=shared,
-            block=index % blocks,
+            block=index % config.blocks * config.groups,
             head=slice_ % heads,
             batch=slice_ // heads,
             rank=rank,
-            chunks=cute.ceil_div(out.shape[0], config.chunk),
+            chunks=chunks,
+            first=first,
+            segment=segment,
         )
+        state_registers, score_registers, loader_registers = REGISTERS[config.groups]
         if warp < 4:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(loader_registers)
             if warp == LOADER:
                 self.load(given, a, b, c, tma_a, tma_b, tma_c)
-        elif warp < 8:
-            cute.arch.setmaxregister_increase(STATE_REGISTERS)
-            self.play_state(given, out, tma_out, (mma_inter, mma_intra, mma_update), weights, bias, scale)
+        elif warp < 4 + 4 * config.groups:
+            cute.arch.setmaxregister_increase(state_registers)
+            products = (mma_inter, mma_intra, mma_update)
+            self.play_state(given, warp // 4 - 1, out, tma_out, products, weights, bias, states, fades, scale)
         else:
-            cute.arch.setmaxregister_decrease(SCORE_REGISTERS)
+            cute.arch.setmaxregister_decrease(score_registers)
             self.play_scores(given, mma_scores, weights, bias)
         meet(config.cluster)  # other blocks may still come to this one's barriers

@@ -23,10 +23,10 @@ class WalkShared(Fields):
     boxes_a: Any  # the same as TMA fills it, (chunk, COLUMNS, box)
     boxes_b: Any
     c_start: Any  # addresses
-    c: Any  # (chunk, COLUMNS, stage)
+    c: Any  # (chunk, COLUMNS, group and stage)
     p: Any
     p_start: Any
-    out: Any
+    out: Any  # (chunk, COLUMNS, group)
     out_start: Any
 
 
@@ -34,11 +34,13 @@ class WalkPart(Fields):
     """What a block works on."""
 
     shared: WalkShared
-    block: Any  # which COLUMNS of c and out
+    block: Any  # which COLUMNS of c and out are its first
     head: Any
     batch: Any
     rank: Any  # in its cluster
-    chunks: Any  # of a sequence
+    chunks: Any  # of the sequence, or of the segment
+    first: Any  # the first of them
+    segment: Any
 
 
 class WalkBase:
@@ -49,6 +51,10 @@ class WalkBase:
         self.dtype = DTYPES[config.dtype]
         self.boxes = config.head_dim // COLUMNS  # of a chunk of a or b
 
-    def chunk_at(self, t: Any, chunks: Any) -> Any:
+    def segments(self, states: Any) -> Any:
+        """Into how many a sequence is cut."""
+        return states.shape[2] if self.config.cut else 1
+
+    def chunk_at(self, t: Any, given: WalkPart) -> Any:
         """The chunk of step ``t``."""
-        return chunks - 1 - t if self.config.reverse else t
+        return given.chunks - 1 - t if self.config.reverse else given.first + t

@@ -1,4 +1,4 @@
-"""The consumer warpgroups of a walk: one computes scores, the other keeps the state. Imports the CuTe DSL."""
+"""The consumer warpgroups of a walk: one computes scores, the others keep the state. Imports the CuTe DSL."""
 
 from __future__ import annotations
 
@@ -10,20 +10,34 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.kernels.cute.barriers import WalkBarrier, arrive, wait
-from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.basics import LOG2_E, WARPGROUP
 from warploom.kernels.cute.instructions import exp2, from_bfloat16, ldmatrix_x4, pack16, store_matrices
 from warploom.kernels.cute.rings import advance, release, release_everywhere
 from warploom.kernels.cute.tiles import tma_views, transposed
 from warploom.kernels.cute.wgmma import gemm, words
-from warploom.linear.hopper.config import C_STAGES, COLUMNS
+from warploom.linear.hopper.config import COLUMNS
 from warploom.linear.hopper.walk_base import WalkBase
 
-BOTH = 2 * WARPGROUP
+OUT_BARRIERS = 2  # OUT_FREE and OUT_WRITTEN, which the next warpgroup's follow
 SLICES = 4  # of 16 head dims of the state that are rounded together
+AT_ONCE = 4  # states of segments that are loaded before they are added: each waits for memory as long as all of them
+# Below it e^x is 0 in fp32: logs are held to it, -inf too, so that no difference of sums is inf - inf.
+LEAST = -128.0
+
+
+@cute.jit
+def held(log):
+    """``log``, NaN too, or LEAST where it is less."""
+    return Float32(LEAST) if log < LEAST else log
 
 
 class Consumers(WalkBase):
-    """What the two warpgroups run."""
+    """What the warpgroups run."""
+
+    @property
+    def consumers(self) -> int:
+        """Threads of the state and of scores."""
+        return (1 + self.config.groups) * WARPGROUP
 
     # Scores
 
@@ -40,11 +54,18 @@ class Consumers(WalkBase):
         row, column = warp * 16 + lane // 4, lane % 4 * 2
         matrix = lane // 8
         line = warp * 16 + matrix % 2 * 8 + lane % 8
+        log = self.log_of_head(given, weights)
+        ahead = cute.make_rmem_tensor(2, Float32)
+        if const_expr(config.fading):
+            self.load_ahead(given, weights, ahead, 0, log, lane)
         stage, phase = Int32(0), Int32(0)
         for t in cutlass.range(given.chunks, unroll=1):
-            token = self.chunk_at(t, given.chunks) * config.chunk + lane
+            token = self.chunk_at(t, given) * config.chunk + lane
             weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
-            if const_expr(config.weighs_rows):
+            if const_expr(config.fading):
+                weight = [ahead[0], ahead[1]]
+                self.load_ahead(given, weights, ahead, t + 1, log, lane)
+            elif const_expr(config.weighs_rows):
                 weight = self.load_pair(given, weights, token)
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, token)
@@ -70,21 +91,21 @@ class Consumers(WalkBase):
                         acc[at] = acc[at] * exp2(apart) if seen else 0.0
                     else:
                         acc[at] = (acc[at] - less) * times if seen else 0.0
-            wait(WalkBarrier.P_TAKEN, BOTH)
+            wait(WalkBarrier.P_TAKEN, self.consumers)
             for i in cutlass.range_constexpr(config.chunk // 16):
                 target = shared.p_start + line * 64 + ((2 * i + matrix // 2) ^ lane % 8) * 8
                 words = [pack16(acc[8 * i + 2 * n], acc[8 * i + 2 * n + 1], self.dtype) for n in range(4)]
                 store_matrices(target, words)
             cute.arch.fence_view_async_shared()
-            arrive(WalkBarrier.P_READY, BOTH)
+            arrive(WalkBarrier.P_READY, self.consumers)
             stage, phase = advance(stage, phase, config.stages)
-        wait(WalkBarrier.P_TAKEN, BOTH)
+        wait(WalkBarrier.P_TAKEN, self.consumers)
 
     # The state
 
     @cute.jit
-    def play_state(self, given, out, tma_out, products, weights, bias, scale):
-        """out of each chunk, and the state after it."""
+    def play_state(self, given, group, out, tma_out, products, weights, bias, states, fades, scale):
+        """out of each chunk, and the state after it, of the columns of warpgroup ``group``."""
         shared, config = given.shared, self.config
         mma_inter, mma_intra, mma_update = products
         inter, intra, update = (m.get_slice(0) for m in products)
@@ -101,28 +122,38 @@ class Consumers(WalkBase):
         acc = mma_intra.make_fragment_C(intra.partition_shape_C((COLUMNS, config.chunk)))
         operand = mma_inter.make_fragment_A(inter.partition_shape_A((COLUMNS, config.head_dim)))
         state_words = words(operand)
-        column = given.block * COLUMNS + warp * 16 + lane // 4  # of out, and that + 8
+        column = (given.block + group) * COLUMNS + warp * 16 + lane // 4  # of out, and that + 8
         matrix = lane // 8
         # Where this lane's row of the first four 8 x 8 tiles of this warp lies, in c and in out: tokens down, columns across.
         tiles = (matrix // 2 * 8 + lane % 8) * 64 + ((warp * 2 + matrix % 2) ^ lane % 8) * 8
+        tiles += group * (config.chunk * COLUMNS)
         target = shared.out_start + tiles
         source = (shared.c_start + tiles).toint()
         rows = out[None, None, given.head, given.batch]
         if const_expr(not config.wide):
-            tiles_out = cute.local_tile(rows, (config.chunk, COLUMNS), (None, given.block))
+            tiles_out = cute.local_tile(rows, (config.chunk, COLUMNS), (None, given.block + group))
             store_out = tma_views(tma_out, shared.out, tiles_out)
         state.fill(0.0)
+        if const_expr(config.cut):
+            self.state_before(given, state, states, fades, column, lane)
         sums = cute.make_rmem_tensor(2, Float32)  # of bias * weight * c of the chunks before, this thread's tokens
         sums.fill(0.0)
         before = cute.make_rmem_tensor(2, Float32)  # the same of all tokens
         before.fill(0.0)
+        log = self.log_of_head(given, weights)
+        ahead = cute.make_rmem_tensor(2, Float32)
+        if const_expr(config.fading):
+            self.load_ahead(given, weights, ahead, 0, log, lane)
         stage, phase = Int32(0), Int32(0)
         c_stage, c_phase = Int32(0), Int32(0)
-        arrive(WalkBarrier.P_TAKEN, BOTH)
+        arrive(WalkBarrier.P_TAKEN, self.consumers)
         for t in cutlass.range(given.chunks, unroll=1):
-            n = self.chunk_at(t, given.chunks)
+            n = self.chunk_at(t, given)
             weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
-            if const_expr(config.weighted or config.fading):
+            if const_expr(config.fading):
+                weight = [ahead[0], ahead[1]]
+                self.load_ahead(given, weights, ahead, t + 1, log, lane)
+            elif const_expr(config.weighted):
                 weight = self.load_pair(given, weights, n * config.chunk + lane)
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, n * config.chunk + lane)
@@ -131,34 +162,50 @@ class Consumers(WalkBase):
             if const_expr(config.fading):
                 weight = self.fade(acc, state, weight, lane)
             cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
-            left = values[None, None, None, c_stage]
-            wait(WalkBarrier.P_READY, BOTH)
+            left = values[None, None, None, c_stage * config.groups + group]
+            wait(WalkBarrier.P_READY, self.consumers)
             gemm(mma_intra, acc, left, p, True)
             if const_expr(config.biased):
                 for r in cutlass.range_constexpr(2):
                     before[r] = cute.arch.warp_reduction_sum(sums[r], threads_in_group=4)
             if const_expr(config.weighs_rows):
-                address = source + c_stage * (2 * config.chunk * COLUMNS)
+                address = source + c_stage * (2 * config.groups * config.chunk * COLUMNS)
                 self.take_values(words(weighed), address, weight, taken, sums, lane)
                 left = weighed
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             gemm(mma_update, state, left, keys[None, None, None, stage], True)
             warpgroup.wait_group(1)
-            arrive(WalkBarrier.P_TAKEN, BOTH)
+            arrive(WalkBarrier.P_TAKEN, self.consumers)
             release_everywhere(shared.a_empty + stage, config.cluster)
             self.finish(acc, weight, before, scale, lane)
             if const_expr(config.wide):
                 self.store_wide(acc, rows, n * config.chunk + lane % 4 * 2, column)
             else:
-                self.store(acc, target, store_out, warp, n)
+                self.store(acc, target, store_out, warp, group, n)
             warpgroup.wait_group(0)
             release_everywhere(shared.b_empty + stage, config.cluster)
             release(shared.c_empty + c_stage)
             stage, phase = advance(stage, phase, config.stages)
-            c_stage, c_phase = advance(c_stage, c_phase, C_STAGES)
+            c_stage, c_phase = advance(c_stage, c_phase, config.c_stages)
         if const_expr(not config.wide):  # noqa: SIM102
             if warp == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def state_before(self, given, state, states, fades, column, lane):
+        """What the segments before leave: each one's own state, faded by the segments behind it."""
+        own, line = states[given.batch, given.head, None, None, None], fades[given.batch, given.head, None]
+        loaded = cute.make_rmem_tensor((cute.size(state), AT_ONCE), Float32)
+        for s in cutlass.range(0, given.segment, AT_ONCE, unroll=1):
+            for j in cutlass.range_constexpr(AT_ONCE):
+                at = cutlass.min(s + j, given.segment - 1)
+                for i in cutlass.range_constexpr(cute.size(state)):
+                    loaded[i, j] = own[at, column + i // 2 % 2 * 8, i // 4 * 8 + lane % 4 * 2 + i % 2]
+            for j in cutlass.range_constexpr(AT_ONCE):
+                if s + j < given.segment:
+                    kept = exp2(line[s + j])
+                    for i in cutlass.range_constexpr(cute.size(state)):
+                        state[i] = state[i] * kept + loaded[i, j]
 
     @cute.jit
     def take_values(self, words, address, weights, bias, sums, lane):
@@ -227,18 +274,18 @@ class Consumers(WalkBase):
                 acc[at] = value * factor
 
     @cute.jit
-    def store(self, acc, target, tma, warp, n):
+    def store(self, acc, target, tma, warp, group, n):
         """out of a chunk, turned into rows of tokens, by way of shared memory; TMA leaves out what is past its end."""
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        wait(WalkBarrier.OUT_FREE, WARPGROUP)
+        wait(WalkBarrier.OUT_FREE, WARPGROUP, OUT_BARRIERS * group)
         for i in cutlass.range_constexpr(self.config.chunk // 16):
             words = [pack16(acc[8 * i + 2 * m], acc[8 * i + 2 * m + 1], self.dtype) for m in range(4)]
             store_matrices(target + i * (16 * 64), words, transposed=True)
         cute.arch.fence_view_async_shared()
-        wait(WalkBarrier.OUT_WRITTEN, WARPGROUP)
+        wait(WalkBarrier.OUT_WRITTEN, WARPGROUP, OUT_BARRIERS * group)
         if warp == 0:
-            cute.copy(tma.atom, tma.shared[None, 0], tma.tiles[None, n])
+            cute.copy(tma.atom, tma.shared[None, group], tma.tiles[None, n])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -258,16 +305,35 @@ class Consumers(WalkBase):
     # For both
 
     @cute.jit
+    def log_of_head(self, given, logs):
+        """The head's one log, in log2, where all its tokens have it."""
+        log = Float32(0.0)
+        if const_expr(self.config.a_head):
+            log = held(logs[0, given.head, 0]) * LOG2_E
+        return log
+
+    @cute.jit
+    def load_ahead(self, given, vectors, pair, t, log, lane):
+        """Sums of logs of this lane's token of step ``t`` and of the one 32 later; past the ends, as they are there.
+
+        A step before their use: products are issued behind what waits for a load.
+        """
+        token = self.chunk_at(t, given) * self.config.chunk + lane
+        for i in cutlass.range_constexpr(2):
+            if const_expr(self.config.a_head):
+                pair[i] = Float32(lane + (1 + 32 * i)) * log
+            else:
+                at = cutlass.max(cutlass.min(token + 32 * i, vectors.shape[2] - 1), 0)
+                pair[i] = vectors[given.batch, given.head, at]
+
+    @cute.jit
     def load_pair(self, given, vectors, token):
-        """A value of this lane's token and of the one 32 later; past the last 0, or sums of logs as they are there."""
-        line = vectors[given.batch, given.head, None]
+        """A value of this lane's token and of the one 32 later; past the last 0."""
         found = []
         for i in cutlass.range_constexpr(2):
             value = Float32(0.0)
-            if const_expr(self.config.fading):
-                value = line[cutlass.min(token + 32 * i, vectors.shape[2] - 1)]
-            elif token + 32 * i < vectors.shape[2]:
-                value = line[token + 32 * i]
+            if token + 32 * i < vectors.shape[2]:
+                value = vectors[given.batch, given.head, token + 32 * i]
             found.append(value)
         return found
 

@@ -8,7 +8,7 @@ from cutlass import Int16, Int32, const_expr
 
 from warploom.kernels.cute.rings import advance, expect
 from warploom.kernels.cute.tiles import load_tile, tma_views
-from warploom.linear.hopper.config import C_STAGES, COLUMNS
+from warploom.linear.hopper.config import COLUMNS
 from warploom.linear.hopper.walk_base import WalkBase
 
 
@@ -27,7 +27,7 @@ class Producer(WalkBase):
         c_stage, c_phase = Int32(0), Int32(1)
         size = 2 * config.chunk * config.head_dim
         for t in cutlass.range(given.chunks, unroll=1):
-            n = self.chunk_at(t, given.chunks)
+            n = self.chunk_at(t, given)
             for load, full, empty in ((load_a, shared.a_full, shared.a_empty), (load_b, shared.b_full, shared.b_empty)):
                 cute.arch.mbarrier_wait(empty + stage, phase)
                 expect(full + stage, size)
@@ -36,7 +36,8 @@ class Producer(WalkBase):
                     mask = Int16((1 << config.cluster) - 1) if const_expr(config.cluster > 1) else None
                     load_tile(load, (n, box), stage * self.boxes + box, full, stage, mask)
             cute.arch.mbarrier_wait(shared.c_empty + c_stage, c_phase)
-            expect(shared.c_full + c_stage, 2 * config.chunk * COLUMNS)
-            load_tile(load_c, (n, given.block), c_stage, shared.c_full, c_stage)
+            expect(shared.c_full + c_stage, 2 * config.groups * config.chunk * COLUMNS)
+            for i in cutlass.range_constexpr(config.groups):
+                load_tile(load_c, (n, given.block + i), c_stage * config.groups + i, shared.c_full, c_stage)
             stage, phase = advance(stage, phase, config.stages)
-            c_stage, c_phase = advance(c_stage, c_phase, C_STAGES)
+            c_stage, c_phase = advance(c_stage, c_phase, config.c_stages)

@@ -1,0 +1,43 @@
+"""What segments begin from, compiled offline for sm_90: no spills, no product that waits for another, no fault of Triton's."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from tests.linear.test_triton_compiled import compiled  # noqa: E402
+from tools.machine_code import faults, listing  # noqa: E402
+from warploom.linear.hopper import cut  # noqa: E402
+from warploom.runtime.cubin import resources  # noqa: E402
+
+
+@pytest.mark.parametrize("a_head", [False, True])
+def test_kernel(a_head: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = []
+
+    class Recorder:
+        def __init__(self, kernel: Any, constants: dict[str, Any], direct: bool) -> None:
+            self.kernel, self.constants = kernel, constants
+
+        def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
+            found.append((self.kernel, self.constants, arguments))
+
+    x = torch.zeros(1, 4096, 2, 64, dtype=torch.bfloat16)
+    cut._launch.cache_clear()
+    try:
+        with patch.object(cut, "Launch", Recorder):
+            cut.own_states(x, x, torch.zeros(1, 2, 1 if a_head else 4096), 4, 64)
+    finally:
+        cut._launch.cache_clear()
+    ((kernel, constants, arguments),) = found
+    binary = compiled(kernel, constants, arguments)
+    code = listing(binary.asm["cubin"])
+    assert [each.stack for each in resources(binary.asm["cubin"])] == [0]
+    assert code.count("HGMMA") == 64 // 16 and code.count("WARPGROUP.DEPBAR") == 1
+    assert not faults(binary.asm["ttgir"], binary.asm["ptx"], code)

@@ -1,0 +1,107 @@
+"""Where sequences are cut into segments: the state that each segment's own keys and values leave, in Triton."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from warploom.kernels.triton.logs import exp2, held
+from warploom.kernels.triton.numerics import LOG2E, opaque_zeros
+from warploom.runtime.triton_launch import Launch
+
+_UNIT = 8  # elements that strides count in
+UNIT = tl.constexpr(_UNIT)
+DIM = 64  # of keys and of values
+# Of the kernels of linear/triton/ that sum states, this loop has the same tiling.
+_TILE = {"DIM": DIM, "STAGES": 4, "num_warps": 4}
+
+
+def own_states(k: Tensor, v: Tensor, logs: Tensor, segments: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """Each segment's own sum of v_j k_j, faded to its end, and the sum of its logs in log2; not of one with none behind it.
+
+    Args:
+        k, v: (batch, seqlen, heads, DIM) in bfloat16, strides multiples of 16 bytes.
+        logs: sums of logs of `rows.sums_of_logs`, or one log a head, (1, heads, 1).
+
+    Returns:
+        (batch, heads, segments, DIM, DIM), values down and keys across, and (batch, heads, segments), fp32.
+    """
+    batch, seqlen, heads, _ = k.shape
+    states = torch.empty(batch, heads, segments, DIM, DIM, dtype=torch.float32, device=k.device)
+    fades = torch.empty(batch, heads, segments, dtype=torch.float32, device=k.device)
+    steps = [s // _UNIT for t in (k, v) for s in t.stride()[:3]]
+    each = -(-seqlen // (chunk * segments)) * chunk
+    a_head = logs.shape[2] == 1
+    launch = _launch(chunk, a_head, max(steps) < 2**31)
+    launch((batch * heads * segments, 1), k, v, logs, states, fades, *steps, logs.stride(1), seqlen, heads, segments, each)
+    return states, fades
+
+
+@cache
+def _launch(chunk: int, a_head: bool, direct: bool) -> Launch:
+    return Launch(states_kernel, {"C": chunk, "A_HEAD": a_head, **_TILE}, direct=direct)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "logs_ptr", "fades_ptr", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh", "stride_lh",
+        "seqlen", "heads", "segments", "segment",
+    ]
+)  # fmt: skip
+def states_kernel(
+    k_ptr,
+    v_ptr,
+    logs_ptr,
+    states_ptr,
+    fades_ptr,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_lh,
+    seqlen,
+    heads,
+    segments,
+    segment,
+    C: tl.constexpr,
+    DIM: tl.constexpr,
+    A_HEAD: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A segment's own state, from its last chunk on: what the walk reads first may then still be in L2."""
+    pid = tl.program_id(0)
+    row, place = pid // segments, pid % segments
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    first = place * segment
+    # Nothing begins from the last one's.
+    if first + segment >= seqlen:
+        return
+    n, e = tl.arange(0, C), tl.arange(0, DIM)
+    k_base = k_ptr + (batch * stride_kb + head * stride_kh) * UNIT
+    v_base = v_ptr + (batch * stride_vb + head * stride_vh) * UNIT
+    logs = logs_ptr + (head if A_HEAD else row.to(tl.int64)) * stride_lh
+    if A_HEAD:
+        log = held(tl.load(logs)) * LOG2E
+    s = opaque_zeros(DIM, DIM)
+    passed = tl.zeros([], tl.float32)
+    for i in tl.range(0, segment // C, num_stages=STAGES):
+        t = (first + segment - (i + 1) * C).to(tl.int64)
+        k = tl.load(k_base + t * (stride_ks * UNIT) + (n[:, None] * (stride_ks * UNIT) + e[None, :]))
+        v = tl.load(v_base + t * (stride_vs * UNIT) + (n[:, None] * (stride_vs * UNIT) + e[None, :]))
+        if A_HEAD:
+            left, last = (C - 1 - n).to(tl.float32) * log, C * log
+        else:
+            last = tl.load(logs + t + (C - 1))
+            left = last - tl.load(logs + t + n)
+        k = (k.to(tl.float32) * exp2(passed + left)[:, None]).to(k.dtype)
+        s = tl.dot(tl.trans(v), k, s)
+        passed += last
+    to = states_ptr + pid.to(tl.int64) * (DIM * DIM)
+    tl.store(to + e[:, None] * DIM + e[None, :], s)
+    tl.store(fades_ptr + pid, passed)
