@@ -1,4 +1,4 @@
-"""Compiled column sums: registers, no stack, products that run ahead; played through, no order of their warps hangs or races."""
+"""Compiled column sums: registers, products that run ahead; played through, no order of their warps hangs or races."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def test_machine_code(name: str, built: Built) -> None:
         assert whole == -CHUNKS * variant.chunk // 2 * LOOPS * variant.share // 16
 
 
-def sums(traced: Traced, config: SumsConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2, left: int = 0) -> Launch:
-    """One batch, one key head."""
+def sums(traced: Traced, config: SumsConfig, seqlen_q: int, seqlen_k: int, blocks: int, left: int = 0) -> Launch:
+    """Two heads, one of keys, of one batch."""
+    heads = 2
     names = ["q", "k", "lse", "sums", "tma_q", "tma_k", "mma", "multiplier", "cap_in", "left", "right"]
     values = {
         "q": ((seqlen_q, config.head_dim, heads, 1), ()),

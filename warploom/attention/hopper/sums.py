@@ -20,7 +20,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from warploom.attention.hopper.sums_base import Call, SumsShared
-from warploom.attention.hopper.sums_config import ROWS, WARPGROUPS
+from warploom.attention.hopper.sums_config import CHUNKS, ROWS, WARPGROUPS
 from warploom.attention.hopper.sums_consumers import Consumers
 from warploom.kernels.cute.rings import Mbarriers, advance, expect, init_rings
 from warploom.kernels.cute.softmax import multipliers
@@ -136,7 +136,7 @@ class ColumnSums(Consumers):
         config = self.config
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         stage, phase = Int32(0), Int32(1)
-        turn = Int32(0)
+        turn, number = Int32(0), Int32(0)
         total = self.tiles(call)
         position = self.position(turn, block, blocks)
         while position < total:
@@ -145,7 +145,7 @@ class ColumnSums(Consumers):
             keys = cute.local_tile(k[None, None, head_kv, item.batch], (config.chunk, config.head_dim), (None, 0))
             queries = cute.local_tile(q[None, None, item.head, item.batch], (ROWS, config.head_dim), (None, 0))
             load_k, load_q = tma_views(tma_k, shared.k, keys), tma_views(tma_q, shared.q, queries)
-            self.load_keys(load_k, shared, item, turn, 0)
+            self.load_keys(load_k, shared, item, number, 0)
             for i in cutlass.range(item.rounds, unroll=1):
                 for group in cutlass.range_constexpr(WARPGROUPS):
                     slot = stage * WARPGROUPS + group
@@ -155,14 +155,15 @@ class ColumnSums(Consumers):
                 stage, phase = advance(stage, phase, config.stages)
                 # The last to be free, and the last that is needed.
                 if i == 0:
-                    self.load_keys(load_k, shared, item, turn, 1)
+                    self.load_keys(load_k, shared, item, number, 1)
             turn += 1
+            number = self.k_ahead(number, CHUNKS)
             position = self.position(turn, block, blocks)
 
     @cute.jit
-    def load_keys(self, load_k, shared, item, turn, chunk):
+    def load_keys(self, load_k, shared, item, number, chunk):
         """One of the chunks of a tile's keys."""
-        slot, lap = self.k_place(turn, chunk)
+        slot, lap = self.k_place(number, chunk)
         cute.arch.mbarrier_wait(shared.k_empty + slot, lap ^ 1)
         expect(shared.k_full, 2 * self.config.chunk * self.config.head_dim, slot)
         load_tile(load_k, item.key // self.config.chunk + chunk, slot, shared.k_full, slot)

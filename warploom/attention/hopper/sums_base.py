@@ -11,9 +11,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from warploom.attention.hopper.sums_config import CHUNKS, ROWS, WARPGROUPS, SumsConfig
+from warploom.attention.hopper.sums_config import ROWS, WARPGROUPS, SumsConfig
 from warploom.kernels.cute.basics import DTYPES, WARPGROUP, choose
 from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.rings import next_in_ring, place_in_ring
 
 ROUND = ROWS * WARPGROUPS  # queries that the warpgroups take together
 
@@ -75,7 +76,7 @@ class SumsBase:
 
     @cute.jit
     def item(self, call, position):
-        """The tile of that number: head after head, or under a causal mask the tiles of all heads that most queries see first."""
+        """The tile of that number: head after head, or under a causal mask first those of all heads that most queries see."""
         config = self.config
         heads = call.heads * call.batch
         tiles = cute.ceil_div(call.seqlen_k, config.tile_n)
@@ -99,8 +100,12 @@ class SumsBase:
         rounds = cutlass.max(cute.ceil_div(end, ROUND) - first, 1)
         return Item(head=row - batch * call.heads, batch=batch, key=key, first=first, rounds=rounds)
 
-    def k_place(self, turn: Any, chunk: int) -> tuple[Any, Any]:
-        """Slot and phase of a chunk of the keys that a block takes in a turn."""
-        number = turn * CHUNKS + chunk
-        lap = number // self.config.k_slots
-        return number - lap * self.config.k_slots, lap % 2
+    def k_ahead(self, number: Any, chunks: int) -> Any:
+        """The number in the ring of keys of the chunk so many behind that of ``number``, as ``next_in_ring`` counts."""
+        for _ in range(chunks):
+            number = next_in_ring(number, self.config.k_slots)
+        return number
+
+    def k_place(self, number: Any, chunk: int) -> tuple[Any, Any]:
+        """Slot and phase of a chunk of the keys whose first one has this number; ``chunk`` CHUNKS: of the keys that follow."""
+        return place_in_ring(self.k_ahead(number, chunk), self.config.k_slots)

@@ -61,12 +61,10 @@ class Work(Fields):
     next_line: Any
     multiplier: Any
     cap_in: Any
-    turn: Any
     item: Item
     after: Item  # the next tile of keys
     more: Any  # whether there is one
-    slots: Any  # of the chunks of keys, and of the next tile's first one
-    lap: Any  # phase of the latter
+    number: Any  # of the tile's first chunk in the ring of keys
 
 
 class Consumers(SumsBase):
@@ -88,7 +86,7 @@ class Consumers(SumsBase):
         raw = cute.make_rmem_tensor(2, Float32)
 
         total = self.tiles(call)
-        turn = Int32(0)
+        turn, number = Int32(0), Int32(0)
         position = self.position(turn, block, blocks)
         stage, phase = Int32(0), Int32(0)
         first = self.item(call, position)
@@ -104,13 +102,12 @@ class Consumers(SumsBase):
             after = self.item(call, position)
             line, next_line = next_line, self.line(lse, after, row)
             found.fill(0.0)
-            second, lap = self.k_place(turn, 1)
+            second, lap = self.k_place(number, 1)
             cute.arch.mbarrier_wait(shared.k_full + second, lap)
-            coming, lap = self.k_place(turn + 1, 0)
             work = Work(
                 call=call, shared=shared, group=group, row=row, mma=mma, q=q, k=k, acc=acc, found=found, raw=raw, line=line,
-                next_line=next_line, multiplier=multiplier, cap_in=cap_in, turn=turn, item=item, after=after, more=position < total,
-                slots=(self.k_place(turn, 0)[0], second, coming), lap=lap,
+                next_line=next_line, multiplier=multiplier, cap_in=cap_in, item=item, after=after, more=position < total,
+                number=number,
             )  # fmt: skip
             whole_first, whole_end = self.whole_rounds(work)
             i = Int32(0)
@@ -123,6 +120,7 @@ class Consumers(SumsBase):
                     i += 1
             self.leave(found, sums, shared, turn, call, item)
             turn += 1
+            number = self.k_ahead(number, CHUNKS)
 
     @cute.jit
     def whole_rounds(self, work):
@@ -146,7 +144,8 @@ class Consumers(SumsBase):
         """
         config, shared, item, call = self.config, work.shared, work.item, work.call
         q_slot = stage * WARPGROUPS + work.group
-        gemm(work.mma, work.acc[1], work.q[None, None, None, q_slot], work.k, False, work.slots[1])
+        (k_slot, _), (second, _), (coming, lap) = [self.k_place(work.number, chunk) for chunk in range(CHUNKS + 1)]
+        gemm(work.mma, work.acc[1], work.q[None, None, None, q_slot], work.k, False, second)
         rows = self.rows(work.raw)
         top = (item.first + i) * ROUND + work.group * ROWS
         stage, phase = advance(stage, phase, config.stages)
@@ -157,13 +156,13 @@ class Consumers(SumsBase):
             warpgroup.wait_group(0)
             release(shared.q_empty + q_slot)
             cute.arch.mbarrier_wait(shared.q_full + next_q_slot, phase)
-            gemm(work.mma, work.acc[0], work.q[None, None, None, next_q_slot], work.k, False, work.slots[0])
+            gemm(work.mma, work.acc[0], work.q[None, None, None, next_q_slot], work.k, False, k_slot)
             self.add_seen(work, rows, 1)
         else:
             last, after = i == item.rounds - 1, work.after
             following, changing = not last or work.more, last and work.more
             if changing:
-                release(shared.k_empty + work.slots[0])
+                release(shared.k_empty + k_slot)
             next_top = choose(last, after.first * ROUND + work.group * ROWS, top + ROUND)
             if last:
                 self.fetch(work.raw, work.next_line, call, work.row, next_top)
@@ -173,10 +172,10 @@ class Consumers(SumsBase):
             warpgroup.wait_group(0)
             # Behind the last tile of all comes its own product again, which nobody reads.
             next_q_slot = choose(following, next_q_slot, q_slot)
-            keys = choose(changing, work.slots[2], work.slots[0])
+            keys = choose(changing, coming, k_slot)
             if changing:
-                release(shared.k_empty + work.slots[1])
-                cute.arch.mbarrier_wait(shared.k_full + keys, work.lap)
+                release(shared.k_empty + second)
+                cute.arch.mbarrier_wait(shared.k_full + keys, lap)
             if following:
                 release(shared.q_empty + q_slot)
                 cute.arch.mbarrier_wait(shared.q_full + next_q_slot, phase)

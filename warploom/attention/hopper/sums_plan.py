@@ -28,11 +28,18 @@ DTYPES = (torch.float16, torch.bfloat16)
 NAMED_DIMS = (64, 128)
 
 
+def sums_dim(head_dim: int) -> int:
+    """The smallest tile that holds a head dim."""
+    return next(dim for dim in TILES if dim >= head_dim)
+
+
 @cache
 def sums_config(features: Features) -> SumsConfig:
     """The variant of a call's features."""
-    head_dim = next(dim for dim in TILES if dim >= features.head_dim)
+    head_dim = sums_dim(features.head_dim)
     tile = dict(TILES[head_dim])
+    if features.left and head_dim == 128:  # whose limits need registers too
+        tile["chunk"] = 96
     if features.softcap:  # whose exponentials are not shared out
         tile.pop("share", None)
     return SumsConfig(features.dtype_name, head_dim, **tile, **_flags(features))
