@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # By head_dim of the tile; smaller ones run in the next larger one by TMA bounds. At 64 the special function units are the
 # limit, and a quarter of the exponentials are polynomials; at 128 the tensor cores are about as much.
-TILES: dict[int, dict[str, int]] = {
+TILES: dict[int, dict[str, Any]] = {
     64: {"share": 4},
     96: {"share": 3},
     128: {"k_slots": 3, "stages": 3, "share": 2},
@@ -68,6 +68,5 @@ def sums_refusal(problem: AttentionProblem) -> str | None:
 def sums_set() -> list[SumsConfig]:
     """The variants that `warploom build` prepares: full and causal calls without a softcap."""
     return [
-        sums_config(Features(dtype, dim, dim, right=right))
-        for dtype, dim, right in product(DTYPES, NAMED_DIMS, (False, True))
+        sums_config(Features(dtype, dim, dim, right=right)) for dtype, dim, right in product(DTYPES, NAMED_DIMS, (False, True))
     ]
