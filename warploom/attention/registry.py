@@ -5,4 +5,4 @@ from warploom.attention.stats import FAMILY
 from warploom.runtime import dispatch
 
 dispatch.register("attention", *(module.BACKEND for module in (cpu, hopper, ampere, triton, reference)))
-dispatch.register(FAMILY, *(module.BACKEND for module in (cpu, triton, reference)))
+dispatch.register(FAMILY, cpu.BACKEND, hopper.STATS, triton.BACKEND, reference.BACKEND)

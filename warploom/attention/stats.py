@@ -69,6 +69,10 @@ class Beside(Backend):
         ...
 
 
+class Behind(StatsBackend):
+    """A `StatsBackend` of kernels for column sums alone, behind the forward pass of the backend of attention of its name."""
+
+
 def checked_names(return_stats: Any, block_table: Any = None) -> tuple[str, ...]:
     """The names that a user gave, or an error in words."""
     if type(return_stats) is tuple and not return_stats:
@@ -102,15 +106,19 @@ def measured_by(args: AttentionArgs, problem: AttentionProblem, chosen: str, nam
     """The implementation that computes the stats that a call asks for; None where it asks for none."""
     if not names:
         return None
-    return chosen if comes_beside(args, chosen, names) else stats_backend(problem, chosen)
+    return chosen if comes_beside(args, chosen, names) else stats_backend(problem, chosen, names)
 
 
-def stats_backend(problem: AttentionProblem, chosen: str) -> str:
+def stats_backend(problem: AttentionProblem, chosen: str, names: tuple[str, ...] = NAMES) -> str:
     """The implementation with a pass of its own for a call's stats: ``chosen``, or the first that does not refuse.
 
     Raises:
         RuntimeError: under strict(), where a GPU's call would fall to a slower one.
     """
-    own = chosen in [implementation.name for implementation in dispatch.implementations(FAMILY)]
     plain = replace(problem, head_dim_v=problem.head_dim, sink=False, dropout=False, backward=False, bias_grad=False)
+    own = [implementation for implementation in dispatch.implementations(FAMILY) if implementation.name == chosen]
+    if own and isinstance(own[0], Behind):
+        if names == ("column_sums",) and own[0].refusal(plain, by_name=True) is None:
+            return chosen
+        own = []
     return dispatch.choose(plain, chosen if own else None, FAMILY)

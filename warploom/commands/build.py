@@ -80,6 +80,7 @@ def named_kinds(arch: str) -> dict[str, list[ModuleSpec]]:
     from warploom.attention.hopper.fp8_plan import fp8_set
     from warploom.attention.hopper.plan import backward_set
     from warploom.attention.hopper.plan import named_set as forward_set
+    from warploom.attention.hopper.sums_plan import sums_set
     from warploom.decode.hopper.latent_plan import named_set as latent_set
     from warploom.decode.hopper.plan import named_set as decode_set
     from warploom.delta.hopper.plan import named_set as delta_set
@@ -90,6 +91,7 @@ def named_kinds(arch: str) -> dict[str, list[ModuleSpec]]:
             "attention forward": [config.spec for config in forward_set()],
             "attention backward": [config.spec for config in backward_set()],
             "attention in FP8": [config.spec for config in fp8_set()],
+            "column sums": [config.spec for config in sums_set()],
             "linear attention": [config.spec for config in linear_set()],
             "decode": [config.spec for config in decode_set()] + [config.spec for config in latent_set()],
             "gated delta rule": [config.spec for config in delta_set()],

@@ -36,6 +36,7 @@ from warploom.attention.hopper.plan import (
     with_largest,
     workspace,
 )
+from warploom.attention.hopper.stats import HopperStats
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
 from warploom.attention.stats import Beside
 from warploom.runtime import dispatch, modules, traced
@@ -356,4 +357,4 @@ class Hopper(Beside):
         return _next(args, True).bind_backward(args, dout, dlse, out, lse)
 
 
-BACKEND = Hopper()
+BACKEND, STATS = Hopper(), HopperStats(NAME)
