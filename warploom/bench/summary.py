@@ -16,7 +16,7 @@ Runs = Mapping[str, dict[str, Any]]  # by the file's path
 PASSES = ("forward", "backward")
 FLASHINFER = "FlashInfer", "FlashInfer, tensor cores"
 SDPA_LOOPS = "cuDNN, masked", "SDPA, masked", "SDPA, eager"  # of the serving loop
-SHAPE = r", B\d+ S\d.*"  # of a mask's case, the same for all of a run
+SHAPE = r", B\d+ S\d.*"  # of a mask's case
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def table(runs: Runs, short: bool = False) -> str:
 
 
 def behind(runs: Runs) -> str:
-    """A sentence on the cases of the Hopper kernels in which a peer was faster; "" where there are none."""
+    """A sentence on the cases of the Hopper kernels in which a peer was faster, of a mask the worst; "" where there are none."""
     found = []
     for family in FAMILIES:
         for peer, contenders in family.peers.items() if family.kernels == "Hopper" else ():
@@ -177,7 +177,8 @@ def behind(runs: Runs) -> str:
             for measure in family.measures:
                 slower = sorted(each for each in _ratios(runs, family, measure, contenders) if each[0] < 1)
                 if slower:
-                    cases = ", ".join(f"{re.sub(SHAPE, '', case)} {rounded_down(ratio)}" for ratio, case, _ in slower)
+                    worst = {re.sub(SHAPE, "", case): ratio for ratio, case, _ in reversed(slower)}
+                    cases = ", ".join(f"{case} {rounded_down(worst[case])}" for case in sorted(worst, key=worst.__getitem__))
                     parts.append(f"{measure} {cases}")
             found += [f"{peer}: {'; '.join(parts)}."] if parts else []
     return f"In these cases a peer is faster than the Hopper kernels. {' '.join(found)}\n" if found else ""

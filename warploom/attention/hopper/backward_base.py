@@ -174,7 +174,7 @@ class BackwardBase:
         self.consumer_registers, self.producer_registers = CONSUMER_REGISTERS, PRODUCER_REGISTERS
         if config.columns and config.tile_m == 128:
             self.consumer_registers, self.producer_registers = LONG_REGISTERS
-        if config.columns and (config.deterministic or (config.tile_m == 128 and config.varlen)):
+        if config.columns and config.deterministic:
             self.consumer_registers, self.producer_registers = TURNS_REGISTERS
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
         # A block is described again when its steps have ended: registers hold no more.

@@ -412,7 +412,8 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     biased = features.bias and dims == (64, 64)
     if softcap or features.dropout or (tile_m == 80 and (left or features.columns)):  # registers leave no room for more
         tile_m = 64
-    if features.columns and left and tile_m == 128 and not (deterministic or varlen):  # a word of the scheduler's spills
+    # A word of the scheduler's would spill; packed calls of 128 queries a step have not run on a GPU.
+    if features.columns and tile_m == 128 and (varlen or (left and not deterministic)):
         tile_m = 64
     if biased and (deterministic or (features.bias_grad and varlen)):
         tile_m = 64
