@@ -169,7 +169,7 @@ def table(runs: Runs, short: bool = False) -> str:
 
 
 def behind(runs: Runs) -> str:
-    """A sentence on the cases of the Hopper kernels in which a peer was faster, of a mask the worst; "" where there are none."""
+    """A sentence on the cases of the Hopper kernels in which a peer was faster, a mask's worst; "" where there are none."""
     found = []
     for family in FAMILIES:
         for peer, contenders in family.peers.items() if family.kernels == "Hopper" else ():
