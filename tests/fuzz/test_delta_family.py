@@ -78,6 +78,13 @@ def test_a_variant_keeps_what_a_compiled_kernel_depends_on() -> None:
                     assert not any(s % 8 for s in t.stride()[:-1]), (p, name)
 
 
+@pytest.mark.parametrize("count", [1, 2, 6, 12])
+def test_hopper_has_variants_that_it_takes(count: int) -> None:
+    drawn = delta.variants(Draw(SEED, "variants"), "hopper", count)
+    taken = [v for v in drawn if v.dtype == "bfloat16" and v.e % 8 == v.m % 8 == 0 and v.e <= 128 and not v.steps]
+    assert len(drawn) == count and 6 * len(taken) >= 5 * count
+
+
 def test_the_hopper_kernels_mostly_get_what_they_take() -> None:
     taken = 0
     for number in range(200):

@@ -47,8 +47,15 @@ EXCLUSIVE = [
 
 
 def variants(d: Draw, backend: str, count: int) -> list[DeltaVariant]:
-    """Each is three to ten binaries."""
-    return spread(lambda: draw_variant(d, backend), count)
+    """Each is three to ten binaries. Of Hopper's at most one in six is refused: few that differ most were all so."""
+    if backend != "hopper":
+        return spread(lambda: draw_variant(d, backend), count)
+
+    def taken() -> DeltaVariant:
+        return next(v for v in iter(lambda: draw_variant(d, backend), None) if _beyond_hopper(v) is None)
+
+    others = count // 6
+    return spread(taken, count - others) + (spread(lambda: draw_variant(d, backend), others) if others else [])
 
 
 def draw(d: Draw, variant: DeltaVariant | None, backend: str) -> DeltaProblem:
@@ -296,6 +303,14 @@ def expect(p: DeltaProblem, given: dict[str, Any], oracle: SimpleNamespace, agai
     return found
 
 
+def _beyond_hopper(p: DeltaProblem | DeltaVariant) -> str | None:
+    if p.dtype != "bfloat16":
+        return "takes bfloat16"
+    if p.e > 128 or p.m > 256 or p.e % 8 or p.m % 8:
+        return "in steps of 8"
+    return "takes from 2 to" if p.steps else None
+
+
 def refusal(p: DeltaProblem, given: dict[str, Any], backend: str) -> str | None:
     on_cpu = given["q"].device.type == "cpu"
     if backend == "cpu":
@@ -308,12 +323,7 @@ def refusal(p: DeltaProblem, given: dict[str, Any], backend: str) -> str | None:
     if backend == "hopper":
         if on_cpu:
             return "hopper"
-        if p.dtype != "bfloat16":
-            return "takes bfloat16"
-        if p.e > 128 or p.m > 256 or p.e % 8 or p.m % 8:
-            return "in steps of 8"
-        if p.steps or p.seqlen < 2:
-            return "takes from 2 to"
+        return _beyond_hopper(p) or ("takes from 2 to" if p.seqlen < 2 else None)
     return None
 
 
