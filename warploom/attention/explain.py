@@ -15,7 +15,7 @@ from warploom.attention.calls import of_fp8, problem_of
 from warploom.attention.plan import plan_of, torch_plan
 from warploom.attention.problem import AttentionArgs
 from warploom.attention.sdpa import check_promised, check_sdpa, sdpa_call, why_torch
-from warploom.attention.stats import checked_names
+from warploom.attention.stats import checked_names, warm_stats
 from warploom.kernels.pages import PagedCache
 from warploom.masks import Mask
 from warploom.runtime import arguments, dispatch, invariance
@@ -97,6 +97,8 @@ def prepare(
     args, plan, fp8 = _planned(q, k, v, packed, keywords, backend, names)
     if fp8 is None:
         dispatch.find(plan.implementation).warm(args)
+        if plan.stats_implementation is not None:
+            warm_stats(args, plan.implementation, plan.stats_implementation, names)
     else:
         fp8.warm(args)
     return plan

@@ -122,3 +122,15 @@ def stats_backend(problem: AttentionProblem, chosen: str, names: tuple[str, ...]
             return chosen
         own = []
     return dispatch.choose(plain, chosen if own else None, FAMILY)
+
+
+def warm_stats(args: AttentionArgs, chosen: str, measuring: str, names: tuple[str, ...]) -> None:
+    """Make ready what ``measuring`` runs for the stats of a call that ``chosen`` runs."""
+    if comes_beside(args, chosen, names):
+        return
+    plain = stats_args(args)
+    if args.sink is not None and "column_sums" in names:  # whose lse is that of a forward pass without it
+        dispatch.find(measuring).warm(plain)
+    found = dispatch.find(measuring, FAMILY)
+    if isinstance(found, Behind):
+        found.warm(plain)

@@ -188,6 +188,8 @@ class Returning(Pending):
             total = [t.new_zeros((t.shape[0], count, *t.shape[2:])) for t in total]
             for whole, t in zip(total, self._own, strict=True):
                 _split_to(whole, t, plan.own)
+        elif any(plan.taken):  # whose gradients a view would keep alive
+            total = [t.clone() for t in total]
         for whole, part in zip(total, parts, strict=True):
             at = 0
             for a, b in plan.runs:

@@ -1,9 +1,9 @@
 """Method gather: every rank gets the keys and values that its queries see, some heads at a time, and computes these.
 
 The next heads are on their way while these are computed, on the stream that the backend keeps for its collectives; gradients
-of keys and values go back the same way, and are summed in fp32. Where keys have to be in order all ranks get all of them.
-Memory is that of two groups of heads over the whole sequence, of all heads where they are few bytes. A backward pass finds the
-keys that it needs where they are few beside what is kept for it anyway; else they are sent again.
+of keys and values go back the same way, and are summed as in fp32. Where keys have to be in order all ranks get all of them.
+Memory is that of two groups of heads of the keys that a rank has, of all heads where they are few bytes. A backward pass finds
+the keys that it needs where they are few beside what is kept for it anyway; else they are sent again.
 """
 
 from __future__ import annotations
@@ -295,10 +295,11 @@ def _by_groups(
     heads_kv = keys_heads(keys)
     members = q.shape[2] // max(heads_kv, 1)
     runs: tuple[Run, ...] = ((0, heads_kv),)
-    # A forward pass's bits may depend on how many heads are computed together.
     packed = not backward and packs(call.sharded, call.run.args, call.unit)
+    # A forward pass's bits may depend on how many heads are computed together: batch-invariant ones count one entry's bytes.
     if not packed and (call.group is not None or (call.unit is not None and not backward)):
-        runs = head_groups(heads_kv, amount(call.sharded, q, heads_kv, sum(keys.dims), in_order), backward)
+        counted = q if call.unit is None else q[:1]
+        runs = head_groups(heads_kv, amount(call.sharded, counted, heads_kv, sum(keys.dims), in_order), backward)
     side_by_side = keys.tensors[0]
     if keys.gathered and len(keys.tensors) > 1:
         side_by_side = torch.cat(keys.tensors, 2)

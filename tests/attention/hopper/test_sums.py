@@ -21,7 +21,7 @@ from warploom.attention.hopper import stats, sums_run
 from warploom.attention.hopper.sums_config import SOURCES, SumsConfig
 from warploom.attention.hopper.sums_plan import TILES, sums_config, sums_refusal, sums_set
 from warploom.attention.problem import AttentionArgs, AttentionProblem
-from warploom.attention.stats import FAMILY, measured_by, stats_args, stats_backend
+from warploom.attention.stats import FAMILY, measured_by, stats_args, stats_backend, warm_stats
 from warploom.commands.build import named_set as every_module
 from warploom.runtime import dispatch, module_spec, modules, traced
 from warploom.runtime.module_spec import ModuleSpec
@@ -167,3 +167,18 @@ def test_more_than_column_sums_goes_to_the_next(monkeypatch: pytest.MonkeyPatch)
         hopper.STATS.stats(args, torch.zeros(1), *asked)
     assert [(a, b) for _, a, b in given] == [(True, True), (True, False)]
     assert measured_by(args, AttentionProblem.from_args(args, False), "other", ()) is None
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_what_sums_need_is_made_ready(sink: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module, and behind a sink the forward pass without it."""
+    loaded: list[str] = []
+    warmed: list[AttentionArgs] = []
+    monkeypatch.setattr(sums_run, "_ready", {})
+    monkeypatch.setattr(modules, "fetch", lambda spec: loaded.append(spec.name))
+    monkeypatch.setattr(hopper.BACKEND, "warm", warmed.append)
+    q, k, v, _ = Call(0, dtype=torch.float16).tensors()
+    args = dense_args(q, k, v, sink=torch.zeros(q.shape[2]) if sink else None)
+    warm_stats(args, "hopper", "hopper", ("column_sums",))
+    assert len(loaded) == 1 and loaded[0].startswith("attn_sums") and len(warmed) == sink
+    assert all(each.sink is None for each in warmed)

@@ -14,7 +14,7 @@ from tests.sources import imported
 from warploom.commands.build import named_set as every_module
 from warploom.linear import hopper, reference, registry  # noqa: F401  (registry fills the dispatch list)
 from warploom.linear.hopper.config import SOURCES, WalkConfig
-from warploom.linear.hopper.plan import LONGEST, config, configs, named_set, outwalks, width
+from warploom.linear.hopper.plan import LONGEST, config, configs, named_set, outwalks, segments, width
 from warploom.linear.problem import LinearCall
 from warploom.runtime import dispatch, module_spec, modules, traced
 
@@ -118,6 +118,10 @@ def test_with_a_decay_few_heads_of_64_dims_are_cut(machine: None) -> None:
     taken = [call(shape=(1, tokens, 16, 64), decay=torch.zeros(16)) for tokens in (1 << 17, (1 << 17) + 1, 2047)]
     refusals = [hopper.BACKEND.supports(each) for each in taken]
     assert refusals[0] is None and "takes up to 131072 tokens" in str(refusals[1]) and "to fill the device" in str(refusals[2])
+
+
+def test_no_sequences_are_cut_into_nothing() -> None:
+    assert segments(0, 4096, 132) == 1
 
 
 def test_few_long_heads_of_128_dims_are_left_to_segments() -> None:

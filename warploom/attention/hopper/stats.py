@@ -43,6 +43,12 @@ class HopperStats(Behind):
         head_dim = sums_dim(head_dim)
         return _module_refusal(dtype, head_dim, head_dim, *flags)
 
+    def warm(self, args: AttentionArgs) -> None:
+        """Load or build the module of column sums."""
+        from warploom.attention.hopper.sums_run import module_of
+
+        module_of(args)
+
     def forward(self, args: AttentionArgs, *options: Any) -> tuple[Tensor, Tensor]:
         """Out and lse, by the kernels of the same name."""
         found: tuple[Tensor, Tensor] = dispatch.find(self.name).forward(args)

@@ -293,7 +293,7 @@ class Consumers(SumsBase):
 
     def approximates(self, i: int) -> bool:
         """Whether an element's exponential is a polynomial: ``share`` of 16, spread evenly."""
-        share = 0 if self.config.softcap else self.config.share
+        share = self.config.share
         return (i + 1) * share // 16 > i * share // 16
 
     # The sums

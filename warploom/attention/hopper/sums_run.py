@@ -26,7 +26,7 @@ def column_sums(args: AttentionArgs, lse: Tensor) -> Tensor:
     shape = batch, heads, seqlen_k
     if keeps_nothing(args.left, args.right):
         return torch.zeros(shape, dtype=torch.float32, device=q.device)
-    function, variant = _function(args)
+    function, variant = module_of(args)
     sums = torch.empty(shape, dtype=torch.float32, device=q.device)
     blocks = min(processors(q.device.index), -(-seqlen_k // variant.tile_n) * batch * heads)
     numbers = args.scale, args.softcap, reach(args.left), reach(args.right), blocks
@@ -34,7 +34,8 @@ def column_sums(args: AttentionArgs, lse: Tensor) -> Tensor:
     return sums
 
 
-def _function(args: AttentionArgs) -> tuple[Callable[..., None], SumsConfig]:
+def module_of(args: AttentionArgs) -> tuple[Callable[..., None], SumsConfig]:
+    """The kernel of a call's columns, loaded or built, and its variant."""
     variant = sums_config(Features.of_args(args))
     function = _ready.get(variant.name)
     if function is None:

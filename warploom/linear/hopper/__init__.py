@@ -143,7 +143,10 @@ class Hopper(LinearBackend):
         refused = _kernels_refusal(call)
         if refused is not None:
             return refused
-        kind = call.decay is not None, call.decay is not None and call.decay.ndim == 1, _segments(call) > 1
+        cut = False
+        if _segments(call) > 1:  # a branch, for tracers too
+            cut = True
+        kind = call.decay is not None, call.decay is not None and call.decay.ndim == 1, cut
         return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize, *kind)
 
     def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -157,7 +160,7 @@ class Hopper(LinearBackend):
     def bind(self, call: LinearCall, return_state: bool = False) -> Callable[..., Any] | None:
         """What launches further calls of this kind; see `warploom.linear.backend`."""
         if return_state:
-            return None
+            return _beside(call).bind(call, True)
         from warploom.linear.hopper.run import bind as run
 
         return run(call, _segments(call))

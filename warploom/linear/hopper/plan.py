@@ -39,7 +39,7 @@ WALKED, IN_SEGMENTS, BEFORE_SEGMENTS = 22, 47, 75_000
 
 def segments(programs: int, seqlen: int, processors: int) -> int:
     """Into how many a sequence is cut where ``programs`` would walk whole ones; 1 where it is not."""
-    if programs >= CUT * processors:
+    if not 0 < programs < CUT * processors:
         return 1
     return max(min(processors // programs, MOST_SEGMENTS, seqlen // LEAST_SEGMENT), 1)
 
