@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Hashable, Iterator
@@ -139,6 +138,8 @@ class Scratch:
 
     def __init__(self, folder: Folder) -> None:
         """Raises OSError."""
+        import secrets  # with hmac, which `import warploom` goes without
+
         self._folder = folder
         while True:
             self.name = _SCRATCH + secrets.token_hex(8)

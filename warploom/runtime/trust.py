@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import stat
 from pathlib import Path
 from types import TracebackType
@@ -214,4 +213,6 @@ def _user(number: int) -> str:
 
 
 def _quoted(path: Path) -> str:
+    import shlex
+
     return shlex.quote(str(path))
