@@ -26,11 +26,8 @@ MODULES = run, states, gradients
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
 
 
-def launches(
-    dim: int, map_name: str, normalize: bool, heads: int, decay: torch.Tensor | None = None
-) -> list[tuple[Any, dict[str, Any], tuple[Any, ...]]]:
-    """The kernels, constants and arguments of a forward and a backward pass, of launches that do not happen."""
-    found = []
+def recorder(found: list[tuple[Any, dict[str, Any], tuple[Any, ...]]]) -> type:
+    """What stands for `Launch` and adds kernels, constants and arguments of launches that do not happen to ``found``."""
 
     class Recorder:
         def __init__(self, kernel: Any, constants: dict[str, Any], direct: bool) -> None:
@@ -42,6 +39,14 @@ def launches(
         def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Any:
             return lambda *first: self(grid, *first, *rest)
 
+    return Recorder
+
+
+def launches(
+    dim: int, map_name: str, normalize: bool, heads: int, decay: torch.Tensor | None = None
+) -> list[tuple[Any, dict[str, Any], tuple[Any, ...]]]:
+    """The kernels, constants and arguments of a forward and a backward pass, of launches that do not happen."""
+    found: list[tuple[Any, dict[str, Any], tuple[Any, ...]]] = []
     cached = [f for module in MODULES for f in vars(module).values() if hasattr(f, "cache_clear")]
     for f in cached:
         f.cache_clear()
@@ -51,7 +56,7 @@ def launches(
     try:
         with ExitStack() as patches:
             for module in MODULES:
-                patches.enter_context(patch.object(module, "Launch", Recorder))
+                patches.enter_context(patch.object(module, "Launch", recorder(found)))
             out, norm, *_ = run.forward(call, False)
             run.backward(call, out, norm, None, None)
     finally:

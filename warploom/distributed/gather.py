@@ -138,7 +138,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
     keys = Keys((k, v), False, (k.shape[3], v.shape[3]))
     found = pieces_of(call.sharded, call.run.args, call.unit)
     keeps = not found[1] and _keeps(call, q, k, v)
-    packed = documents_of(call.sharded) if packs(call.sharded, call.run.args, call.unit) else None
+    at_once = packs(call.sharded, call.run.args, call.unit)
+    packed = documents_of(call.sharded) if at_once else None
     out, lse = call.blank(q, v.shape[-1], sink, found[0] if packed is None else packed.pieces)
     if packed is not None:
         others = documents.forward(call, packed, q, k, v, sink, out, lse)
@@ -153,7 +154,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
         if kept is not None and group.beside is not None:
             kept.append(group.beside)
 
-    _by_groups(call, q, keys, found, compute)
+    _by_groups(call, q, keys, found, compute, at_once=at_once)
     return out, lse, keys if kept is None else keys._replace(tensors=tuple(kept), gathered=True)
 
 
@@ -289,15 +290,18 @@ def _by_groups(
     found: tuple[tuple[Piece, ...], bool],
     compute: Callable[[Group], None],
     backward: bool = False,
+    at_once: bool = False,
 ) -> None:
-    """One group after the other, of what ``pieces_of`` found; the next one's keys are on their way behind this one's."""
+    """One group after the other, of what ``pieces_of`` found; the next one's keys are on their way behind this one's.
+
+    All heads are one group ``at_once``, as they are on ranks that run documents.
+    """
     pieces, in_order = found
     heads_kv = keys_heads(keys)
     members = q.shape[2] // max(heads_kv, 1)
     runs: tuple[Run, ...] = ((0, heads_kv),)
-    packed = not backward and packs(call.sharded, call.run.args, call.unit)
     # A forward pass's bits may depend on how many heads are computed together: batch-invariant ones count one entry's bytes.
-    if not packed and (call.group is not None or (call.unit is not None and not backward)):
+    if not at_once and (call.group is not None or (call.unit is not None and not backward)):
         counted = q if call.unit is None else q[:1]
         runs = head_groups(heads_kv, amount(call.sharded, counted, heads_kv, sum(keys.dims), in_order), backward)
     side_by_side = keys.tensors[0]

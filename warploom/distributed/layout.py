@@ -126,6 +126,7 @@ def balanced(work: Work, seqlen: int, ranks: int, chunk: int) -> tuple[Layout, i
         chunk: most positions of a chunk.
     """
     best: tuple[float, list[list[int]], int, list[int]] | None = None
+    by_tiles = False  # whether two runs cut by tiles were tried, which are the same whatever the chunks
     while True:
         size = chunk_size(seqlen, ranks, chunk)
         costs: list[int] = work.of_chunks(size).tolist()
@@ -133,7 +134,8 @@ def balanced(work: Work, seqlen: int, ranks: int, chunk: int) -> tuple[Layout, i
             chunk = size // 2
             continue
         held, imbalance = _dealt(seqlen, ranks, costs, size)
-        if size > TILE and sum(len(_runs(chunks)) for chunks in held) > 2 * ranks:
+        if not by_tiles and size > TILE and sum(len(_runs(chunks)) for chunks in held) > 2 * ranks:
+            by_tiles = True
             small = chunk_size(seqlen, ranks, TILE)
             fine: list[int] = work.of_chunks(small).tolist()
             ends = _ends(seqlen, ranks, fine, small)

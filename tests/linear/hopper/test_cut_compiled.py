@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from tests.linear.test_triton_compiled import compiled  # noqa: E402
+from tests.linear.test_triton_compiled import compiled, recorder  # noqa: E402
 from tools.machine_code import faults, listing  # noqa: E402
 from warploom.linear.hopper import cut  # noqa: E402
 from warploom.runtime.cubin import resources  # noqa: E402
@@ -19,19 +19,11 @@ from warploom.runtime.cubin import resources  # noqa: E402
 @pytest.mark.parametrize("a_head", [False, True])
 def test_kernel(a_head: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = []
-
-    class Recorder:
-        def __init__(self, kernel: Any, constants: dict[str, Any], direct: bool) -> None:
-            self.kernel, self.constants = kernel, constants
-
-        def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
-            found.append((self.kernel, self.constants, arguments))
-
+    found: list[tuple[Any, dict[str, Any], tuple[Any, ...]]] = []
     x = torch.zeros(1, 4096, 2, 64, dtype=torch.bfloat16)
     cut._launch.cache_clear()
     try:
-        with patch.object(cut, "Launch", Recorder):
+        with patch.object(cut, "Launch", recorder(found)):
             cut.own_states(x, x, torch.zeros(1, 2, 1 if a_head else 4096), 4, 64)
     finally:
         cut._launch.cache_clear()

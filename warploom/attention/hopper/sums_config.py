@@ -36,9 +36,8 @@ class SumsConfig:
     right: bool = False  # keys right of p + right are hidden (causal: right = 0)
     left: bool = False  # keys left of p - left are hidden
     softcap: bool = False
-    # Of 16 neighbouring exponentials so many are polynomials of that degree, on the pipes that add and multiply.
+    # Of 16 neighbouring exponentials so many are polynomials, on the pipes that add and multiply.
     share: int = 0
-    degree: int = 4
 
     @property
     def tile_n(self) -> int:
@@ -51,7 +50,7 @@ class SumsConfig:
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{self.head_dim}", f"{ROWS}x{self.tile_n}", f"s{self.stages}", band]
         parts += ["softcap"] if self.softcap else []
-        parts += [f"p{self.share}d{self.degree}"] if self.share else []
+        parts += [f"p{self.share}"] if self.share else []
         return "attn_sums_sm90_" + "_".join(parts)
 
     @cached_property

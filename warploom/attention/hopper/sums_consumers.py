@@ -247,7 +247,7 @@ class Consumers(SumsBase):
         for i in cutlass.range_constexpr(config.chunk // 2):
             r, column = i // 2 % 2, self.column(chunk, i)
             if const_expr(self.approximates(i)):
-                found[column] = add_power(found[column], acc[i], factor, rows.part[r], rows.rounder[r], config.degree)
+                found[column] = add_power(found[column], acc[i], factor, rows.part[r], rows.rounder[r])
             else:
                 found[column] = found[column] + exp2(self.exponent(work, acc[i], rows.less[r]))
 

@@ -15,15 +15,8 @@ from warploom.kernels.cute.instructions import assembly
 FLOOR = 120.0  # powers below 2^-FLOOR count as that
 # What rounds a sum to an integer n, -FLOOR <= n <= 0, and leaves the exponent field of 2^n in its last eight bits.
 ROUNDER = float(3 << 22) + 127.0
-# Coefficients of 2^x for |x| <= 1/2, lowest first, of least relative error: 7.5e-5, 2.7e-6 and 2.3e-7 in fp32.
-COEFFICIENTS = {
-    3: (0.9999280735394012, 0.6932609854606553, 0.2426111221932161, 0.05517166905792616),
-    4: (0.9999992614457123, 0.6931218147366893, 0.24024744827863667, 0.055917860319387246, 0.009570101911169622),
-    5: (
-        1.0000000716546849, 0.6931469670647605, 0.24022119723840046, 0.055507132734977614, 0.009675541334451691,
-        0.0013276471992602875,
-    ),
-}  # fmt: skip
+# Coefficients of 2^x for |x| <= 1/2, lowest first, of least relative error: 2.7e-6 in fp32.
+COEFFICIENTS = (0.9999992614457123, 0.6931218147366893, 0.24024744827863667, 0.055917860319387246, 0.009570101911169622)
 
 
 @dsl_user_op
@@ -53,16 +46,16 @@ def exponent_shifted(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     return Float32(assembly(T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], text, "=f,f"))
 
 
-def add_power(total: Any, x: Any, factor: Any, add: Any, rounder: Any, degree: int) -> Any:
-    """``total`` plus 2^-(FLOOR · y), where y is x · factor + add cut to [0, 1]: of a polynomial of that degree.
+def add_power(total: Any, x: Any, factor: Any, add: Any, rounder: Any) -> Any:
+    """``total`` plus 2^-(FLOOR · y), where y is x · factor + add cut to [0, 1]: of a polynomial.
 
     ``rounder`` is ROUNDER; where it is NaN, so is the result.
     """
     y = saturated(x, factor, add)
     moved = fused(y, Float32(-FLOOR), rounder)
     rest = fused(y, Float32(-FLOOR), Float32(ROUNDER) - moved)
-    coefficients = COEFFICIENTS[degree]
-    value = Float32(coefficients[degree])
-    for n in range(degree - 1, -1, -1):
-        value = fused(value, rest, Float32(coefficients[n]))
+    *others, last = COEFFICIENTS
+    value = Float32(last)
+    for coefficient in reversed(others):
+        value = fused(value, rest, Float32(coefficient))
     return fused(value, exponent_shifted(moved), total)
