@@ -37,6 +37,21 @@ def test_command_writes_rows_and_prints_a_table(tmp_path: Path, capsys: pytest.C
     assert section.count("| causal documents, 128 tokens a rank | ") == 2 and "| ideal |" in section
 
 
+def test_a_case_of_a_fixed_length_gives_a_table_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "run.json"
+    assert main([*QUICK, "--only", "causal, 256 tokens in all", "--out", str(out), "--peers", "nobody"]) == 0
+    run = json.loads(out.read_text())
+    for row in run["rows"]:
+        one = row["contenders"]["ideal"]["ms"]
+        assert row["strong"] == {"1": one}
+        row["strong"] |= {"4": one / 2, "16": one / 10}
+    out.write_text(json.dumps(run))
+    assert main(["bench", "report", str(out), "--docs", str(tmp_path / "docs")]) == 0
+    section = (tmp_path / "docs" / "performance.md").read_text().partition("### Strong scaling")[2]
+    assert "| case | pass | one device | 4 ranks | 16 ranks |" in section
+    assert section.count("(1.00)") == section.count("(2.00)") == section.count("(10.00)") == 2
+
+
 def test_cases_are_listed_and_chosen(capsys: pytest.CaptureFixture) -> None:
     assert main([*QUICK, "--list"]) == 0
     listed = capsys.readouterr().out

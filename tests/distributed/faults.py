@@ -65,6 +65,8 @@ def differing_calls(rank: int, world: int, seed: int) -> None:
         distributed.attention(*parts(plan, heads=4 + rank), plan=plan)
     with pytest.raises(ValueError, match="dtype differs"):
         distributed.attention(*parts(plan, dtype=torch.float64 if rank else torch.float32), plan=plan)
+    with pytest.raises(ValueError, match="whether gradients are wanted differs"):
+        distributed.attention(*parts(plan, requires_grad=rank == 0), plan=plan)
 
 
 @case("a first call that one rank cannot make")

@@ -15,7 +15,7 @@ from torch import Tensor
 from warploom import distributed, masks
 from warploom.attention import philox
 from warploom.attention.judge import judge, low_precision
-from warploom.distributed import gather
+from warploom.distributed import collectives, gather
 from warploom.distributed.plan import planned
 
 
@@ -44,11 +44,13 @@ class Sharded:
     device: str = "cpu"
 
     def check(self) -> distributed.ShardPlan:
-        """By seed with the groups of heads, packed documents and kept keys of calls that send more or less."""
+        """By seed with the groups of heads, packed documents, kept keys and sums of calls that send more or less."""
         rng = random.Random(self.seed)
         limits = {"END": rng.choice([-1.0, gather.END]), "ONE_BACKWARD": rng.choice([0, gather.ONE_BACKWARD])}
         limits["HIDDEN"] = rng.choice([0, gather.HIDDEN])
-        with patch.multiple(gather, **limits, KEPT=rng.choice([0, 2**40])):
+        limits["KEPT"] = rng.choice([0, 2**40])
+        sums = rng.choice([0, collectives.MOST_SUMS])
+        with patch.multiple(gather, **limits), patch.object(collectives, "MOST_SUMS", sums):
             return self._check()
 
     def _check(self) -> distributed.ShardPlan:

@@ -15,7 +15,8 @@ import warploom
 from tests.masks import samples
 from warploom import distributed, masks
 from warploom.distributed.api import _sharded, _whole
-from warploom.distributed.layout import split
+from warploom.distributed.collectives import Sum, sums_of
+from warploom.distributed.layout import joined, split
 from warploom.distributed.plan import planned
 from warploom.distributed.whole import Whole, resolved
 from warploom.masks.visible import visible
@@ -197,3 +198,32 @@ def test_documents_in_a_row_are_found() -> None:
     }
     for name, (keywords, want) in found.items():
         assert planned(1024, 2, 0, **keywords).whole.documents == want, name
+
+
+def test_sums_of_gradients_have_each_term_once() -> None:
+    """Rows that a rank sees itself, others' and nobody's, in runs as they come: by runs as row by row."""
+    for _ in range(50):
+        count, ranks = random.randint(1, 40), random.randint(1, 4)
+        seen = [torch.rand(count) < random.random() for _ in range(ranks + 1)]
+        runs = [[(int(a), int(a) + 1) for a in each.nonzero()] for each in seen]
+        runs = [list(joined(each)) for each in runs]
+        own, given = runs[0], [run for each in runs[1:] for run in each]
+        sums = sums_of(count, own, given)
+        if sums is None:
+            continue
+        assert [start for (start, _), *_ in sums] + [count] == [0] + [end for (_, end), *_ in sums]
+        numbers = [torch.cat([torch.arange(0), *[torch.arange(a, b) for a, b in some]]) for some in (own, given)]
+        found: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(2)]
+        for (a, b), here, others in sums:
+            for row in range(a, b):
+                for kind, places in enumerate(((here,), others)):
+                    found[kind][row] += [place + row - a for place in places if place is not None]
+        for kind, places in enumerate(numbers):
+            assert found[kind] == [(places == row).nonzero().flatten().tolist() for row in range(count)]
+    assert sums_of(200, [], [(n, n + 1) for n in range(0, 200, 2)]) is None
+    assert sums_of(8, [(0, 8)], [(0, 4), (2, 6)]) == [
+        Sum((0, 2), 0, (0,)),
+        Sum((2, 4), 2, (2, 4)),
+        Sum((4, 6), 4, (6,)),
+        Sum((6, 8), 6, ()),
+    ]

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import warploom
 from tests.distributed.harness import Sharded
 from tests.distributed.registry import case
 from warploom import distributed, masks
-from warploom.distributed import groups
+from warploom.distributed import gather, groups
 from warploom.distributed.choice import METHODS
 from warploom.distributed.plan import planned
 
@@ -281,6 +282,35 @@ def explained(rank: int, world: int, seed: int) -> None:
         distributed.explain(part, part, part, plan=plan, return_lse=1)  # type: ignore[arg-type]
 
 
+@case("what a backward pass finds is kept alone")
+def kept_alone(rank: int, world: int, seed: int) -> None:
+    """Of packed documents, whose others' keys arrive beside own ones: no more is held than twice what is needed."""
+    starts = [0, 20, 20 * world + 30, 64 * world]
+    call: dict[str, Any] = {"causal": True}
+    with patch.multiple(gather, HIDDEN=0, KEPT=0):
+        plan = distributed.shard_plan(64 * world, None, cu_seqlens=starts, chunk=4, method="gather", **call)
+        parts = [plan.shard(seeded(seed + n, 64 * world, 2, 8), 0).requires_grad_() for n in range(3)]
+        kept: list[Tensor] = []
+
+        def keep(t: Tensor) -> Tensor:
+            kept.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            out = distributed.attention(*parts, plan=plan, **call)
+        others = [t for t in kept if t.shape[-1] == 16]  # keys and values side by side
+        assert len(others) == 1, [t.shape for t in kept]
+        for t in kept:
+            assert t.untyped_storage().nbytes() <= 2 * t.numel() * t.element_size(), t.shape
+        whole = [plan.unshard(t.detach(), 0).requires_grad_() for t in parts]
+        lengths = torch.tensor(starts, dtype=torch.int32)
+        want = warploom.attention_varlen(whole[0], whole[1], whole[2], lengths, lengths, 64 * world, 64 * world, causal=True)
+        assert isinstance(out, Tensor) and isinstance(want, Tensor)
+        gradients = (torch.autograd.grad(t.square().sum(), leaves) for t, leaves in ((out, parts), (want, whole)))
+        for found, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(found, plan.shard(expected, 0))
+
+
 @case("a ring sends only what is seen")
 def ring_skips(rank: int, world: int, seed: int) -> None:
     """Of a short window neighbours need an edge of each other, and ranks farther apart nothing."""
@@ -315,9 +345,23 @@ def benchmark(rank: int, world: int, seed: int) -> None:
             assert list(found) == names and row["ranks"] == world and row["seqlen"] == one.share * world
             assert all(each["ms"] > 0 and each["rounds"] == 2 for each in found.values()), row
             assert found["warploom"]["imbalance"] < 1 and found["warploom"]["error"] < 0.01
+            assert list(row.get("strong", {})) == (["1", "2"] if one.in_all else [])
         told: list[object] = [None] * world
         dist.all_gather_object(told, [str(row) for row in rows])
         assert told[0] == told[rank]
+
+
+@case("the benchmark by numbers of ranks", 3, 4)
+def strong_scaling(rank: int, world: int, seed: int) -> None:
+    """One process, the first two, and all of them."""
+    from warploom.bench import distributed as suite
+
+    case_in_all = next(each for each in suite.distributed_cases(quick=True) if each.in_all)
+    for row in suite.rows_of(case_in_all, torch.device("cpu"), [], 2):
+        assert list(row["strong"]) == ["1", "2", str(world)] and all(ms > 0 for ms in row["strong"].values())
+        assert row["strong"][str(world)] == row["contenders"]["warploom"]["ms"]
+        assert not [name for name in row["contenders"] if "ranks" in name]
+        assert "by ranks, and times one's: 1: " in suite.lines(row)[-1]
 
 
 @case("the example's losses and resuming with other processes", 2, 4)

@@ -19,7 +19,7 @@ from warploom.bench import peers
 from warploom.bench.calls import Shape, forward, gradients
 from warploom.bench.harness import FEWEST, HEAD_START, SECONDS, Call, WrongResult, first_line, order_of
 from warploom.bench.masks import document_lengths
-from warploom.bench.ranks import Parts, contenders
+from warploom.bench.ranks import Parts, contenders, of_fewer
 from warploom.bench.reference import FURTHEST
 from warploom.masks import Causal, Document, Mask, PrefixLM, SlidingWindow
 
@@ -119,6 +119,8 @@ def rows_of(case: Case, device: torch.device, against: list[str] | None, most: i
     parts = {name: each(mask, shape.seqlen, device) for name, each in make.items() if name not in found}
     flops = shape.flops(mask.density(shape.seqlen, shape.seqlen)) / dist.get_world_size()
     parts[IDEAL] = Parts(_same, _same, partial(_alone, mask))
+    fewer = [2**n for n in range(1, dist.get_world_size().bit_length()) if 2**n < dist.get_world_size()] if case.in_all else []
+    parts |= {_by(count): of_fewer(count, mask, shape.seqlen, device) for count in fewer}
     for at, measure in enumerate(("forward", "backward")):
         results = {name: dict(why) for name, why in found.items()}
         calls: dict[str, Call] = {}
@@ -135,23 +137,37 @@ def rows_of(case: Case, device: torch.device, against: list[str] | None, most: i
             if told is not None:
                 calls.pop(name, None)
                 results[name] = {told[0]: told[1]}
-        most_bytes = _most([float(peaks[name]) for name in calls], device)
+        most_bytes = dict(zip(calls, _most([float(peaks[name]) for name in calls], device), strict=True))
         times = _timed(calls, parts, device, most)
+        strong = {str(count): statistics.median(times.pop(_by(count))) for count in fewer if _by(count) in times}
         if IDEAL in times:
+            strong["1"] = statistics.median(times[IDEAL])
             times[IDEAL] = [ms / dist.get_world_size() for ms in times[IDEAL]]
         work = flops * (2.5 if at else 1.0)
-        for (name, ms), peak in zip(times.items(), most_bytes, strict=True):
+        for name, ms in times.items():
             cuts, median = statistics.quantiles(ms, n=5), statistics.median(ms)
             results[name] = {"ms": median, "p20": cuts[0], "p80": cuts[3], "rounds": len(ms), "tflops": work / median / 1e9}
             if name != IDEAL:
                 share = statistics.median(times[IDEAL]) / median if IDEAL in times else None
-                of_memory = int(peak) if device.type == "cuda" else None
+                of_memory = int(most_bytes[name]) if device.type == "cuda" else None
                 results[name] |= {"of_ideal": share, "peak_bytes": of_memory, "error": errors[name][at], **parts[name].more}
         yield {
             **{"suite": "distributed", "case": case.name, "measure": measure, "ranks": dist.get_world_size()},
             **{"backend": dist.get_backend(), **shape.__dict__, "flops": work},
             "contenders": {name: results[name] for name in (*make, IDEAL) if name in results},
+            **(_strong(strong, results) if case.in_all else {}),
         }
+
+
+def _by(count: int) -> str:
+    return f"{count} ranks"
+
+
+def _strong(ms: dict[str, float], results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Milliseconds by numbers of ranks, ascending: one device's own kernel, then ours on the first ones, then on all."""
+    if dist.get_world_size() > 1 and "ms" in results.get("warploom", {}):
+        ms = {**ms, str(dist.get_world_size()): results["warploom"]["ms"]}
+    return {"strong": {count: ms[count] for count in sorted(ms, key=int)}}
 
 
 def _same(t: Tensor) -> Tensor:
@@ -286,4 +302,7 @@ def lines(row: dict[str, Any]) -> list[str]:
         share = f"{each['of_ideal']:.2f}" if each.get("of_ideal") is not None else ""
         memory = f"{each['peak_bytes'] / 2**20:.0f}" if each.get("peak_bytes") is not None else ""
         found.append(f"{begins}{each['ms']:>10.4g}{each['tflops']:>10.3g}{share:>10}{memory:>10}")
+    if "strong" in row:
+        words = [f"{count}: {ms:.4g} ms ({row['strong']['1'] / ms:.2f})" for count, ms in row["strong"].items()]
+        found.append(f"{row['case']:<40}{row['measure']:<10}by ranks, and times one's: {', '.join(words)}")
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -52,8 +52,8 @@ def contenders() -> dict[str, Make]:
     }
 
 
-def ours(method: str, mask: Mask, seqlen: int, device: torch.device) -> Parts:
-    plan = distributed.shard_plan(seqlen, None, mask=mask, method=method)
+def ours(method: str, mask: Mask, seqlen: int, device: torch.device, group: Any = None) -> Parts:
+    plan = distributed.shard_plan(seqlen, group, mask=mask, method=method)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = distributed.attention(q, k, v, plan=plan, mask=mask)
@@ -61,6 +61,20 @@ def ours(method: str, mask: Mask, seqlen: int, device: torch.device) -> Parts:
         return out
 
     return Parts(partial(plan.shard, dim=1), partial(plan.unshard, dim=1), attend, more={"imbalance": plan.imbalance})
+
+
+def of_fewer(count: int, mask: Mask, seqlen: int, device: torch.device) -> Parts:
+    """Ours on the first ``count`` ranks, while the others have nothing to do."""
+    group = _first(count, dist.group.WORLD)
+    if dist.get_rank() < count:
+        return ours("auto", mask, seqlen, device, group)
+    return Parts(lambda t: t[:, :0], lambda t: t, lambda q, k, v: q + k.sum() + v.sum())
+
+
+@cache
+def _first(count: int, world: Any) -> Any:
+    """A group of the first ranks of a world, made once."""
+    return dist.new_group(list(range(count)))
 
 
 def gathered(mask: Mask, seqlen: int, device: torch.device) -> Parts:

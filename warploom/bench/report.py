@@ -233,6 +233,11 @@ def _ranks(runs: Mapping[str, Run]) -> Iterator[str]:
                 yield f"### {measure.capitalize()}, {run['ranks']} ranks\n"
                 yield tables.where(name, run)
                 yield tables.folded(tables.timed(rows, compared=True))
+        if rows := [row for row in run["rows"] if "1" in row.get("strong", {})]:
+            yield "### Strong scaling\n"
+            yield "The same tokens on one device, by its own kernel, and on more ranks; in brackets how many times as fast.\n"
+            yield tables.where(name, run)
+            yield tables.strong(rows)
 
 
 def _training(runs: Mapping[str, Run], images: dict[str, str]) -> Iterator[str]:

@@ -66,6 +66,19 @@ def timed(rows: Sequence[Row], compared: bool) -> str:
     return "\n".join([*lines, "", *(f"{notes[name]}" for name in names if name in notes)]).rstrip("\n") + "\n"
 
 
+def strong(rows: Sequence[Row]) -> str:
+    """A row a case and pass, a column a number of ranks: its time, and how many times as fast as one it is."""
+    counts = sorted({count for row in rows for count in row["strong"]}, key=int)
+    lines = [*_head(["case", "pass"], [f"{count} ranks" if count != "1" else "one device" for count in counts])]
+    for row in rows:
+        found: dict[str, float] = row["strong"]
+        cells = [
+            f"{_milliseconds(found[count])} ({found['1'] / found[count]:.2f})" if count in found else "–" for count in counts
+        ]
+        lines.append(_line([row["case"], row["measure"], *cells]))
+    return "\n".join(lines) + "\n"
+
+
 def _floor(row: Row) -> list[str]:
     """The least time that a call's bytes can take, and its share of our time."""
     least, ours = row.get("floor_ms"), row["contenders"].get("warploom", {}).get("ms")

@@ -137,15 +137,14 @@ def explain(
     arguments.flag("return_lse", return_lse)
     args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, dropout_seed, deterministic, batch_invariant))
     sharded = _sharded(plan, _whole(plan, mask, causal, window), args.q.device)
-    dropout = args.dropout_p > 0.0
-    choice = choose(plan.method, sharded, args.q, args.k, args.v, dropout, args.batch_invariant)
-    backward = torch.is_grad_enabled() and any([t.requires_grad for t in (q, k, v)])
+    backward = _wants_gradients(args)
+    choice = choose(plan.method, sharded, args, backward)
     if choice.method == "ring":
         pieces = [piece for step in range(plan.ranks) for piece in sharded.against((plan.rank - step) % plan.ranks)]
     elif choice.method == "gather":
         pieces = list(gather.forward_pieces(sharded, args, _unit(args, sharded.whole, backend, backward)))
     else:
-        pieces = list(sharded.of_all(dropout))
+        pieces = list(sharded.of_all(args.dropout_p > 0.0))
     calls = []
     for piece in pieces:
         (a, b), (c, d) = piece.rows if piece.among is None else (0, piece.among[1]), piece.keys
@@ -166,6 +165,7 @@ def _prepared(
     """A call's arguments validated and its mask sharded; compared between ranks where its kind is new."""
     error: Exception | None = None
     kind: Any = None
+    backward = False
     sharded = choice = args = whole_mask = None
     scale, softcap, sink, dropout_p, seed, deterministic, batch_invariant, return_lse, backend = options
     try:
@@ -175,25 +175,30 @@ def _prepared(
         arguments.flag("return_lse", return_lse)
         whole_mask = resolved(mask, causal, window, plan.seqlen_q, plan.seqlen_k, plan.starts is not None)
         vectors = tuple([None if t is None else _identity(t) for t in whole_mask.vectors])
+        backward = _wants_gradients(args)
         kind = (
             *(args.q.shape[0], args.q.shape[2:], args.k.shape[2:], args.v.shape[3], args.q.dtype, args.q.device),
             *(args.scale, args.softcap, args.sink is None, args.dropout_p, args.deterministic, args.batch_invariant, backend),
-            *(whole_mask.left, whole_mask.right, vectors),
+            *(whole_mask.left, whole_mask.right, vectors, backward),
         )
         found = plan.kept.get(kind)
         if found is None:
             here, heads = _on(whole_mask, args.q.device), (args.q.shape[2], args.k.shape[2])
             check_columns(here, args.q.shape[0], *heads, plan.seqlen_k, args.q)
-            whole = Whole.of(whole_mask, plan.seqlen_q, plan.seqlen_k, plan.starts)
-            sharded = _sharded(plan, whole, args.q.device)
-            choice = choose(plan.method, sharded, args.q, args.k, args.v, args.dropout_p > 0.0, args.batch_invariant)
+            other = plan.kept.get((*kind[:-1], not backward))
+            if other is None:
+                whole = Whole.of(whole_mask, plan.seqlen_q, plan.seqlen_k, plan.starts)
+                sharded = _sharded(plan, whole, args.q.device)
+            else:
+                sharded = other[0]
+            choice = choose(plan.method, sharded, args, backward)
         else:
             sharded, choice, _, _, _ = found
     except (TypeError, ValueError) as raised:
         error = raised
     compares = plan.group is not None and kind not in plan.kept and (error is None or not plan.kept)
     if compares:
-        groups.compared(plan.group, {} if error else _facts(args, sharded, backend), error, "a call of attention()")
+        groups.compared(plan.group, {} if error else _facts(args, sharded, backend, backward), error, "a call of attention()")
     if error is not None:
         raise error
     assert sharded is not None and choice is not None and args is not None
@@ -203,8 +208,6 @@ def _prepared(
         if len(plan.kept) > _KEPT:
             plan.kept.popitem(last=False)
     _, _, key_places, query_places, _ = plan.kept[kind]
-    tensors = (args.q, args.k, args.v, args.sink)
-    backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
     run = Run(args._replace(sink=None), backend, backward, sharded.launchers)
     last = plan.seqlen_q if plan.starts is None else plan.starts[-1]
     tail = sum(max(0, b - max(a, last)) for a, b in plan.queries.runs[plan.rank])
@@ -219,6 +222,10 @@ def _keywords(
     numbers = {"scale": scale, "softcap": softcap, "dropout_p": dropout_p}
     flags = {"deterministic": deterministic, "batch_invariant": batch_invariant}
     return {**numbers, "sink": sink, "dropout_seed": seed, **flags}
+
+
+def _wants_gradients(args: AttentionArgs) -> bool:
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink)])
 
 
 def _unit(args: AttentionArgs, whole: Whole, backend: str | None, backward: bool) -> int | None:
@@ -271,7 +278,7 @@ def _on(mask: ResolvedMask, device: torch.device) -> ResolvedMask:
     return ResolvedMask(mask.left, mask.right, *vectors)
 
 
-def _facts(args: AttentionArgs | None, sharded: Sharded | None, backend: str | None) -> dict[str, Any]:
+def _facts(args: AttentionArgs | None, sharded: Sharded | None, backend: str | None, backward: bool) -> dict[str, Any]:
     """What ranks compare: everything of a call that must be the same on all."""
     assert args is not None and sharded is not None
     q, k, v = args.q, args.k, args.v
@@ -289,5 +296,6 @@ def _facts(args: AttentionArgs | None, sharded: Sharded | None, backend: str | N
         "deterministic": args.deterministic,
         "batch_invariant": args.batch_invariant,
         "backend": backend,
+        "whether gradients are wanted": backward,
         "mask, causal and window": sharded.whole.digest(),
     }

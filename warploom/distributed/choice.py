@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
-from warploom.distributed.gather import amount, head_groups
+from warploom.attention.problem import AttentionArgs
+from warploom.distributed import gather
+from warploom.distributed.layout import Run
 from warploom.distributed.pieces import Sharded
 
 METHODS = ("gather", "heads", "ring")
-# A merge moves out and lse of a rank through its own memory, about eight times as fast as the links between GPUs.
-_MERGE = 1 / 8
+# A GPU's own memory moves bytes about eight times as fast as the links between GPUs.
+_MEMORY = 1 / 8
+# How often heads reads and writes what it sends and gets, each way: side by side, padded, in order.
+_SORTED = 6
+# Bytes that ring moves for each element of out that it merges, and of dq that it adds up.
+_MERGED, _ADDED = 18, 12
 
 
 @dataclass(frozen=True)
@@ -22,19 +29,24 @@ class Choice:
         method: gather, heads or ring.
         reason: in words.
         refused: (method, why) of those that cannot take the call.
-        costs: (method, bytes a rank waits for in a forward pass) of those that can, as the model has them.
+        costs: (method, bytes a rank waits for in a forward pass, and in a backward pass, 0 where no gradients are wanted) of
+            those that can, as the model has them.
+        backward: whether gradients are wanted.
         calls: of attention on this rank, forward: (queries, keys, mask, implementation).
     """
 
     method: str
     reason: str
     refused: tuple[tuple[str, str], ...] = ()
-    costs: tuple[tuple[str, int], ...] = ()
+    costs: tuple[tuple[str, int, int], ...] = ()
     calls: tuple[tuple[int, int, str, str], ...] = ()
+    backward: bool = False
 
     def __str__(self) -> str:
         lines = [f"method    {self.method}: {self.reason}"]
-        lines += [f"cost      {method}: {size / 2**20:.3g} MiB that nothing hides" for method, size in self.costs]
+        for method, forward, backward in self.costs:
+            more = f" forward and {backward / 2**20:.3g} MiB backward" if self.backward else ""
+            lines.append(f"cost      {method}: {forward / 2**20:.3g} MiB{more} that nothing hides")
         lines += [f"refused   {method}: {why}" for method, why in self.refused]
         lines += [f"call      {m} queries, {n} keys, {mask}: {name}" for m, n, mask, name in self.calls]
         return "\n".join(lines)
@@ -49,19 +61,21 @@ def refusal(method: str, ranks: int, heads_q: int, heads_kv: int, dropout: bool)
     return None
 
 
-def choose(
-    asked: str, sharded: Sharded, q: Tensor, k: Tensor, v: Tensor, dropout: bool, batch_invariant: bool = False
-) -> Choice:
+def choose(asked: str, sharded: Sharded, args: AttentionArgs, backward: bool) -> Choice:
     """The method of a call: as the plan says, or the one that leaves least to wait for.
 
-    The cost is a model, in bytes that a rank receives and no kernel hides: gather waits for its first group of heads, heads for
-    everything, ring for nothing but pays for merging what each rank's keys give.
+    The cost is a model, in bytes that a rank receives and no kernel hides, of the forward pass and, where gradients are wanted,
+    of the backward pass: gather waits for its first group of heads, and in the backward pass for the last one's gradients;
+    heads for everything, which it also sorts; ring for nothing but pays for merging what each rank's keys give.
+
+    Args:
+        args: the call of this rank; its mask is ``sharded``.
+        backward: whether gradients are wanted.
 
     Raises:
         ValueError: the method that the plan names cannot take the call, or no method can.
     """
-    queries, keys = sharded.queries, sharded.keys
-    ranks, (batch, _, heads_q, head_dim), (heads_kv, head_dim_v) = len(queries.counts), q.shape, v.shape[2:]
+    ranks, heads_q, heads_kv, dropout = len(sharded.queries.counts), args.q.shape[2], args.k.shape[2], args.dropout_p > 0.0
     if dropout and sharded.whole.starts is not None:
         raise ValueError(
             "dropout_p must be 0 with cu_seqlens: dropout counts elements of each sequence, which no method here can"
@@ -73,25 +87,59 @@ def choose(
             other = next(method for method in METHODS if why[method] is None)
             raise ValueError(f"method {asked!r} of the plan {words}; make the plan with method='auto' or {other!r}")
         return Choice(asked, f"the plan says method={asked!r}")
-    if batch_invariant:
+    if args.batch_invariant:
         words = "has bits that depend on the number of ranks"
         why = {method: why[method] or (None if method == "gather" else words) for method in METHODS}
     refused = tuple([(method, words) for method, words in why.items() if words is not None])
     if ranks == 1:
         return Choice("gather", "one rank, which has everything")
-    token_kv = batch * heads_kv * (head_dim + head_dim_v) * q.element_size()
-    token_q = batch * heads_q * (head_dim + head_dim_v) * q.element_size()
-    others = ranks - 1
-    # Ranks must agree, so the ring's cost is that of the rank that merges most blocks; each is read and written in fp32.
-    blocks = max(sum(bool(sharded.needed(reader, source)) for source in range(ranks)) for reader in range(ranks))
-    merges = blocks * queries.longest * batch * heads_q * head_dim_v * 4 * 3
-    gathered = amount(sharded, q, heads_kv, head_dim + head_dim_v, in_order=False)
-    _, first = head_groups(heads_kv, gathered)[0]
-    model = {
-        "gather": gathered.taken * first // max(heads_kv, 1),
-        "heads": (queries.longest * token_q + keys.longest * token_kv) * others // ranks,
-        "ring": int(merges * _MERGE),
-    }
-    costs = tuple([(method, model[method]) for method in METHODS if why[method] is None])
-    method, _ = min(costs, key=lambda each: each[1])
-    return Choice(method, "leaves least to wait for, as the model below has it", refused, costs)
+    models = {"gather": _gather, "heads": _heads, "ring": _ring}
+    costs = []
+    for method in METHODS:
+        if why[method] is None:
+            there, back = models[method](sharded, args)
+            costs.append((method, int(there), int(back) if backward else 0))
+    method, *_ = min(costs, key=lambda each: each[1] + each[2])
+    return Choice(method, "leaves least to wait for, as the model below has it", refused, tuple(costs), backward=backward)
+
+
+def _gather(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
+    """Bytes of the forward and of the backward pass."""
+    q, k, v = args.q, args.k, args.v
+    heads, dims = k.shape[2], k.shape[3] + v.shape[3]
+    forward, back = [gather.in_order(sharded, args, bool(invariant)) for invariant in (args.batch_invariant, False)]
+    found = gather.amount(sharded, q, heads, dims, forward)
+    groups = gather.head_groups(heads, found)
+    there = 0.0 if gather.packs(sharded, args) else _of_group(found.taken, groups, 0)
+
+    found = gather.amount(sharded, q, heads, dims, back)
+    groups = gather.head_groups(heads, found, backward=True)
+    kept = not forward and gather.few(sharded, q, k, v)
+    wide = torch.promote_types(q.dtype, torch.float32).itemsize // q.element_size() if back else 1
+    parts = 2 * sharded.queries.longest * q.shape[0] * q.shape[2] * q.shape[3] * q.element_size() if len(groups) > 1 else 0
+    sent = 0.0 if kept else _of_group(found.taken, groups, 0)
+    return there, sent + wide * _of_group(found.taken, groups, -1) + parts * _MEMORY
+
+
+def _of_group(taken: int, groups: Sequence[Run], number: int) -> float:
+    """Bytes of a group's heads."""
+    first, past = groups[number]
+    return taken * (past - first) / max(groups[-1][1], 1)
+
+
+def _heads(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
+    q, k, v = args.q, args.k, args.v
+    ranks, size = len(sharded.queries.counts), q.shape[0] * (k.shape[3] + v.shape[3]) * q.element_size()
+    held = (sharded.queries.longest * q.shape[2] + sharded.keys.longest * k.shape[2]) * size
+    each = held * ((ranks - 1) / ranks + _SORTED * _MEMORY)
+    return each, each  # dout goes out's way, and gradients that of what they are of
+
+
+def _ring(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
+    """Ranks must agree, so both are those of the rank that merges most blocks."""
+    q, k, v = args.q, args.k, args.v
+    ranks = range(len(sharded.queries.counts))
+    blocks = max(sum(bool(sharded.needed(reader, source)) for source in ranks) for reader in ranks)
+    rows = blocks * sharded.queries.longest * q.shape[0] * q.shape[2] * _MEMORY
+    last = sharded.keys.longest * q.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * 4  # gradients of keys are in fp32
+    return rows * v.shape[3] * _MERGED, rows * q.shape[3] * _ADDED + last

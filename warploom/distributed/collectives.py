@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ MOST_SEGMENTS = 16  # copies of runs of positions that take the host no longer t
 # processors that the exchange begins on, to its end.
 FEW_ROWS = 128
 FEW_SEGMENTS = 3  # copies that begin sooner than an index of what lies side by side
+MOST_SUMS = 64  # sums of runs of gradients that take the host no longer than an index of each row does the device
 
 
 class Pending:
@@ -71,7 +73,9 @@ class Scattering(Pending):
     They are sent in fp32 (fp64 for fp64), as ``Gathering`` sends what they are of.
     """
 
-    def __init__(self, group: Any, layout: Layout, places: Tensor, *tensors: Tensor) -> None:
+    def __init__(self, group: Any, layout: Layout, places: Tensor, count: int, *tensors: Tensor) -> None:
+        """``count``: this rank's keys."""
+        self._count = count
         ranks, longest, first = len(layout.counts), layout.longest, tensors[0]
         self._sizes = [t.shape[-1] for t in tensors]
         shape = (ranks * longest, first.shape[0], *first.shape[2:-1], sum(self._sizes))
@@ -89,10 +93,24 @@ class Scattering(Pending):
         self._found = sent.new_empty((longest, *shape[1:]))
         super().__init__([reduce_scatter(self._found, sent, group=group, async_op=True)], sent)
 
-    def result(self, count: int) -> list[Tensor]:
-        """Of this rank's ``count`` keys, (batch, count, heads, ·) views."""
+    def result(self) -> list[Tensor]:
+        """Of this rank's keys, (batch, count, heads, ·) views."""
         self.wait()
-        return split_beside(self._found[:count], self._sizes)
+        return split_beside(self._found[: self._count], self._sizes)
+
+
+class Sum(NamedTuple):
+    """Rows of keys of which the gradients come from the same ranks.
+
+    Attributes:
+        rows: of a rank's.
+        own: where their first one lies among the rows that the rank sees itself; None: it sees none of them.
+        others: where it lies among what others give back, rank by rank.
+    """
+
+    rows: Run
+    own: int | None
+    others: tuple[int, ...]
 
 
 class Exchange(NamedTuple):
@@ -104,7 +122,7 @@ class Exchange(NamedTuple):
         counts: how many each rank is given.
         taken: how many rows come from each rank.
         own: runs of this rank's rows that it sees itself.
-        twice: whether two others see a row.
+        sums: what adds up to the gradients of this rank's rows, all of these in order; None: too many.
         idle: no rank sees another's keys.
         before: runs of this rank's rows that it wants before what comes from others.
     """
@@ -114,7 +132,7 @@ class Exchange(NamedTuple):
     counts: list[int]
     taken: list[int]
     own: list[Run]
-    twice: bool
+    sums: Sequence[Sum] | None
     idle: bool
     before: Sequence[Run] = ()
 
@@ -163,49 +181,79 @@ class Exchanging(Pending):
 class Returning(Pending):
     """Gradients of what ``Exchanging`` brought, on their way back, as ``dtype``; those of own keys stay."""
 
-    def __init__(self, group: Any, plan: Exchange, dtype: torch.dtype, *tensors: Tensor) -> None:
-        self._plan, taken = plan, sum(plan.taken)
-        self._own = [t[:, taken:] for t in tensors]
+    def __init__(self, group: Any, plan: Exchange, dtype: torch.dtype, count: int, *tensors: Tensor) -> None:
+        """``count``: this rank's keys."""
+        taken = sum(plan.taken)
         sent = tensors[0].new_empty((taken, *_beside(tensors)), dtype=dtype)
         put_beside(sent, [t[:, :taken].to(dtype) for t in tensors], [(0, taken)])
-        self._found = sent.new_empty((len(plan.rows), *sent.shape[1:]))
+        self._plan, self._found = plan, sent.new_empty((len(plan.rows), *sent.shape[1:]))
         work = None
         if not plan.idle:
             work = dist.all_to_all_single(self._found, sent, plan.counts, plan.taken, group=group, async_op=True)
         super().__init__([work], sent)
+        self._totals = [t[:, taken:] for t in tensors]
+        if taken or plan.own != [(0, count)]:  # a view would keep others' alive
+            self._totals = [self._placed(t, count) for t in self._totals]
 
-    def result(self, count: int) -> list[Tensor]:
-        """Of this rank's ``count`` keys their sums over ranks, as of fp32 (fp64 for fp64): (batch, count, heads, ·).
+    def _placed(self, own: Tensor, count: int) -> Tensor:
+        """Gradients of the rows that the rank sees itself among those of all its rows."""
+        make = own.new_zeros if self._plan.sums is None else own.new_empty
+        total = make((own.shape[0], count, *own.shape[2:]))
+        _split_to(total, own, self._plan.own)
+        return total
 
-        Where no two others see a key, a sum has two terms, which need no more than their own dtype.
+    def result(self) -> list[Tensor]:
+        """Of this rank's keys their sums over ranks, as of fp32 (fp64 for fp64): (batch, count, heads, ·).
+
+        Each is this rank's own and then rank by rank, so that sums have an order.
         """
         self.wait()
-        plan, parts = self._plan, split_beside(self._found, [t.shape[-1] for t in self._own])
-        if plan.twice or len(plan.runs) > MOST_SEGMENTS:
-            return [self._sum(t, part, count) for t, part in zip(self._own, parts, strict=True)]
-        total = self._own
-        if plan.own != [(0, count)]:
-            total = [t.new_zeros((t.shape[0], count, *t.shape[2:])) for t in total]
-            for whole, t in zip(total, self._own, strict=True):
-                _split_to(whole, t, plan.own)
-        elif any(plan.taken):  # whose gradients a view would keep alive
-            total = [t.clone() for t in total]
-        for whole, part in zip(total, parts, strict=True):
-            at = 0
-            for a, b in plan.runs:
-                whole[:, a:b] += part[:, at : at + b - a]
-                at += b - a
+        parts = split_beside(self._found, [t.shape[-1] for t in self._totals])
+        add = self._by_rows if self._plan.sums is None else _by_runs
+        return [add(t, part, self._plan) for t, part in zip(self._totals, parts, strict=True)]
+
+    @staticmethod
+    def _by_rows(total: Tensor, part: Tensor, plan: Exchange) -> Tensor:
+        total = total.to(torch.promote_types(total.dtype, torch.float32))
+        for rows, given in zip(plan.rows.split(plan.counts), part.split(plan.counts, 1), strict=True):
+            if len(rows):
+                total.index_add_(1, rows, given.to(total.dtype))
         return total
 
-    def _sum(self, own: Tensor, part: Tensor, count: int) -> Tensor:
-        """Of one tensor, this rank's own and then rank by rank, of which each has a row once, so that sums have an order."""
-        wide = torch.promote_types(own.dtype, torch.float32)
-        total = torch.zeros((own.shape[0], count, *own.shape[2:]), dtype=wide, device=own.device)
-        _split_to(total, own, self._plan.own)
-        for rows, given in zip(self._plan.rows.split(self._plan.counts), part.split(self._plan.counts, 1), strict=True):
-            if len(rows):
-                total.index_add_(1, rows, given.to(wide))
-        return total
+
+def _by_runs(total: Tensor, part: Tensor, plan: Exchange) -> Tensor:
+    """Two terms need no more than their own dtype; more are rounded once, behind their sum."""
+    for (a, b), own, others in plan.sums or ():
+        room, terms = total[:, a:b], [part[:, at : at + b - a] for at in others]
+        if own is None:
+            room.copy_(terms.pop(0)) if terms else room.zero_()
+        if len(terms) == 1:
+            room += terms[0]
+        elif terms:
+            some = room.to(torch.promote_types(total.dtype, torch.float32))
+            for term in terms:
+                some += term
+            if some is not room:
+                room.copy_(some)
+    return total
+
+
+def sums_of(count: int, own: Sequence[Run], given: Sequence[Run]) -> list[Sum] | None:
+    """`Exchange.sums` of ``count`` rows; ``given``: what `Exchange.runs` is."""
+    if len(given) > MOST_SUMS:
+        return None
+    edges = sorted({0, count, *[end for run in (*own, *given) for end in run]})
+    found = []
+    for a, b in pairwise(edges):
+        here = _places(own, a)
+        found.append(Sum((a, b), here[0] if here else None, tuple(_places(given, a))))
+    return found if sum([1 + len(each.others) for each in found]) <= MOST_SUMS else None
+
+
+def _places(runs: Sequence[Run], row: int) -> list[int]:
+    """Where a row lies among runs that lie one behind the other."""
+    before = accumulate([b - a for a, b in runs], initial=0)
+    return [at + row - a for (a, b), at in zip(runs, before, strict=False) if a <= row < b]
 
 
 def _beside(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
@@ -263,7 +311,7 @@ def exchange(group: Any, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequ
 
 
 class Passing(Pending):
-    """Tensors sent to one rank while others come from another; either may be none."""
+    """Tensors sent to one rank, in the dtype of ``like``, while others come from another; either may be none."""
 
     def __init__(
         self, group: Any, sent: Sequence[Tensor], to: int, shapes: Sequence[tuple[int, ...]], source: int, like: Tensor
@@ -272,7 +320,8 @@ class Passing(Pending):
         self._found = like.new_empty(sum(map(prod, shapes)))
         works, buffers = [], []
         if sent and sum(t.numel() for t in sent):
-            buffers.append(torch.cat([t.flatten() for t in sent]))
+            buffers.append(like.new_empty(sum(t.numel() for t in sent)))
+            torch.cat([t.flatten() for t in sent], out=buffers[0])
             works.append(dist.P2POp(dist.isend, buffers[0], group=group, group_peer=to))
         if self._found.numel():
             works.append(dist.P2POp(dist.irecv, self._found, group=group, group_peer=source))

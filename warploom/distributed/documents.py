@@ -181,6 +181,11 @@ def forward(
     return found[coming.received]
 
 
+def alone(t: Tensor) -> Tensor:
+    """A view to be kept: a copy where it would keep more alive that nobody needs than it has itself."""
+    return t.clone() if t.untyped_storage().nbytes() > 2 * t.numel() * t.element_size() else t
+
+
 def _places(runs: Sequence[Run]) -> Iterator[_Place]:
     """Runs of positions that lie one behind the other."""
     before = accumulate([b - a for a, b in runs], initial=0)

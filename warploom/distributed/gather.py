@@ -9,6 +9,7 @@ the keys that it needs where they are few beside what is kept for it anyway; els
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from warploom.distributed.collectives import (
     Gathering,
     Returning,
     Scattering,
+    in_words,
     put_beside,
     split_beside,
 )
@@ -36,9 +38,10 @@ FIRST = 4  # of so many heads one is in the first of two groups, where keys are 
 # Two groups of a forward pass, by a model: seconds of an all to all, which are START and bytes at LINK (two H200, 12 to 25 MB),
 # seconds of a second launch whose end leaves processors idle, and operations a second of kernels.
 START, LINK, END, SPEED = 25e-6, 340e9, 45e-6, 700e12
-# Bytes of others' keys and values up to which all heads are one group in a backward pass, which waits for half of them twice,
-# at 300 GB/s, but has two kernels' ends and copies each part of dq (0.08 ms of 8192 queries and 32 heads of 128).
-ONE_BACKWARD = 96 * 2**20
+# Bytes of others' keys and values up to which all heads are one group in a backward pass. Two wait for half of them twice, at
+# 300 GB/s, but copy each part of dq (0.08 ms of 8192 queries and 64 heads of 128), and have two kernels' ends: up to 0.3 ms
+# where keys are few, none where they are many.
+ONE_BACKWARD = 64 * 2**20
 HIDDEN = 4  # of so many seconds of documents' kernels one may be others' keys' way: those that hide it are some of them
 KEPT = 8  # others' keys and values are kept for a backward pass where they are one so-many-th of q, k, v and out at the most
 
@@ -138,12 +141,14 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
     keys = Keys((k, v), False, (k.shape[3], v.shape[3]))
     found = pieces_of(call.sharded, call.run.args, call.unit)
     keeps = not found[1] and _keeps(call, q, k, v)
-    at_once = packs(call.sharded, call.run.args, call.unit)
+    at_once = packs(call.sharded, call.run.args)
     packed = documents_of(call.sharded) if at_once else None
     out, lse = call.blank(q, v.shape[-1], sink, found[0] if packed is None else packed.pieces)
     if packed is not None:
         others = documents.forward(call, packed, q, k, v, sink, out, lse)
-        return out, lse, keys._replace(tensors=(k, v, others), gathered=True, apart=True) if keeps else keys
+        if keeps:
+            keys = keys._replace(tensors=(k, v, documents.alone(others)), gathered=True, apart=True)
+        return out, lse, keys
     kept: list[Tensor] | None = [] if keeps else None
 
     def compute(group: Group) -> None:
@@ -170,7 +175,7 @@ def backward(
     def finish() -> None:
         while pending:
             heads_kv, coming = pending.pop()
-            put(heads_kv, coming.result(call.keys.counts[call.rank]))
+            put(heads_kv, coming.result())
 
     def put(heads_kv: slice, of_keys: Sequence[Tensor]) -> None:
         for whole, part in zip((dk, dv), of_keys, strict=True):
@@ -184,12 +189,16 @@ def backward(
         if call.group is None:
             put(group.heads_kv, of_keys)
         else:
-            finish()
+            for _, coming in pending:
+                coming.wait()  # before there is room for others
+            count = call.keys.counts[call.rank]
             back: Scattering | Returning
             if group.beside is None:
-                back = Scattering(call.group, call.keys, call.key_places, *of_keys)
+                back = Scattering(call.group, call.keys, call.key_places, count, *of_keys)
             else:
-                back = Returning(call.group, call.sharded.exchange, q.dtype, *of_keys)
+                back = Returning(call.group, call.sharded.exchange, q.dtype, count, *of_keys)
+            del of_keys
+            finish()  # while those are on their way
             pending.append((group.heads_kv, back))
         dq.put(heads, of_q, q.dtype)
 
@@ -213,7 +222,10 @@ class _Heads:
         if heads.start == 0:
             batch, rows, _, head_dim = part.shape
             self.whole = part.new_empty((batch, rows, self._heads, head_dim), dtype=dtype)
-        self.whole[:, :, heads] = part
+        room = self.whole[:, :, heads]
+        if part.dtype == dtype:
+            room, part = in_words(room, part)
+        room.copy_(part)
 
 
 def keys_heads(keys: Keys) -> int:
@@ -246,12 +258,15 @@ def _joined(exchange: Exchange, keys: Keys) -> Keys:
 
 def _keeps(call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether what ``Exchanging`` finds stays for the backward pass, the same on every rank."""
-    if call.group is None or not call.run.backward:
-        return False
+    return call.group is not None and call.run.backward and few(call.sharded, q, k, v)
+
+
+def few(sharded: Sharded, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether others' keys and values are few beside what is kept of a forward pass anyway."""
     dims, size = k.shape[3] + v.shape[3], q.shape[0] * q.element_size()
     token_q, token_kv = q.shape[2] * dims * size, k.shape[2] * dims * size
-    anyway = call.queries.longest * token_q + call.keys.longest * token_kv
-    return call.sharded.most_taken * token_kv * KEPT <= anyway
+    anyway = sharded.queries.longest * token_q + sharded.keys.longest * token_kv
+    return sharded.most_taken * token_kv * KEPT <= anyway
 
 
 def pieces_of(sharded: Sharded, args: AttentionArgs, unit: int | None) -> tuple[tuple[Piece, ...], bool]:
@@ -261,23 +276,25 @@ def pieces_of(sharded: Sharded, args: AttentionArgs, unit: int | None) -> tuple[
     dropout and in a batch-invariant call they are counted from the first, and in a deterministic order columns cost more than
     bands do.
     """
-    dropout = args.dropout_p > 0.0
-    if len(sharded.queries.counts) > 1 and not (dropout or args.deterministic or unit is not None):
-        exchanged = sharded.exchanged()
-        if exchanged is not None:
-            return exchanged, False
-    return sharded.gathered(dropout, unit), True
+    exchanged = None if in_order(sharded, args, unit is not None) else sharded.exchanged()
+    return (sharded.gathered(args.dropout_p > 0.0, unit), True) if exchanged is None else (exchanged, False)
+
+
+def in_order(sharded: Sharded, args: AttentionArgs, invariant: bool) -> bool:
+    """Whether keys are all, in order; the same on every rank. ``invariant``: a forward pass that is batch-invariant."""
+    fixed = args.dropout_p > 0.0 or bool(args.deterministic) or invariant
+    return len(sharded.queries.counts) == 1 or fixed or sharded.whole.as_columns is None
 
 
 def forward_pieces(sharded: Sharded, args: AttentionArgs, unit: int | None) -> tuple[Piece, ...]:
     """The calls of a forward pass."""
-    packed = documents_of(sharded) if packs(sharded, args, unit) else None
+    packed = documents_of(sharded) if packs(sharded, args) else None
     return pieces_of(sharded, args, unit)[0] if packed is None else packed.pieces
 
 
-def packs(sharded: Sharded, args: AttentionArgs, unit: int | None) -> bool:
+def packs(sharded: Sharded, args: AttentionArgs) -> bool:
     """Whether a forward pass is of documents, all heads at once, which hide the way of others' keys; the same on every rank."""
-    if sharded.whole.documents is None or args.q.shape[0] != 1 or pieces_of(sharded, args, unit)[1]:
+    if sharded.whole.documents is None or args.q.shape[0] != 1 or in_order(sharded, args, bool(args.batch_invariant)):
         return False
     found = amount(sharded, args.q, args.k.shape[2], args.k.shape[3] + args.v.shape[3], in_order=False)
     return found.seconds is not None and way(found.taken) * HIDDEN <= found.seconds
@@ -304,9 +321,6 @@ def _by_groups(
     if not at_once and (call.group is not None or (call.unit is not None and not backward)):
         counted = q if call.unit is None else q[:1]
         runs = head_groups(heads_kv, amount(call.sharded, counted, heads_kv, sum(keys.dims), in_order), backward)
-    side_by_side = keys.tensors[0]
-    if keys.gathered and len(keys.tensors) > 1:
-        side_by_side = torch.cat(keys.tensors, 2)
 
     def begin(n: int) -> Gathering | Exchanging | None:
         if call.group is None or keys.gathered:
@@ -326,7 +340,7 @@ def _by_groups(
         if isinstance(on_its_way, Gathering):
             k, v = on_its_way.result()
         elif isinstance(on_its_way, Exchanging) or keys.gathered:
-            beside = side_by_side[:, :, of_kv] if on_its_way is None else on_its_way.result()
+            beside = _of_heads(keys.tensors, kv) if on_its_way is None else on_its_way.result()
             k, v = split_beside(beside, keys.dims)
         else:
             k, v = [t[:, :, of_kv] for t in keys.tensors]
@@ -336,6 +350,14 @@ def _by_groups(
         if n + 2 < len(runs):
             coming.append(begin(n + 2))
             _put_own(coming[-1])
+
+
+def _of_heads(groups: Sequence[Tensor], heads: Run) -> Tensor:
+    """Some heads of what is there by groups of heads; a view where one group has them."""
+    before = accumulate([t.shape[2] for t in groups], initial=0)
+    cuts = [(t, max(heads[0] - at, 0), min(heads[1] - at, t.shape[2])) for t, at in zip(groups, before, strict=False)]
+    some = [t[:, :, a:b] for t, a, b in cuts if a < b]
+    return some[0] if len(some) == 1 else torch.cat(in_words(*some), 2).view(groups[0].dtype)
 
 
 def _put_own(coming: Gathering | Exchanging | None) -> None:

@@ -121,8 +121,9 @@ def backward(
     out: Tensor,
     lse: Tensor,
     pieces: Sequence[Piece],
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the pieces add to dq, dk and dv, given out and lse of all keys, a sink included.
+    """What the pieces add to dq, dk and dv, given out and lse of all keys, a sink included; dq is added to ``total``, if given.
 
     dk and dv are sums in fp32 (fp64 for fp64), and so is dq where two pieces may share a row; else it has q's dtype, and with
     one piece of all rows and keys all three have the tensors' own.
@@ -130,9 +131,12 @@ def backward(
     given, upstream = (q, k, v), (dout, dlse, out, lse)
     runs = [piece.rows for piece in pieces]
     if len(pieces) == 1 and pieces[0].among is None and (runs[0], pieces[0].keys) == ((0, q.shape[1]), (0, k.shape[1])):
-        return _gradients(run, given, upstream, pieces[0])
-    apart = _apart(runs)
-    dq = _blank(q, q.dtype if apart else wide(q), apart and sum(b - a for a, b in runs) == q.shape[1])
+        of_q, *of_keys = _gradients(run, given, upstream, pieces[0])
+        return of_q if total is None else total.add_(of_q), of_keys[0], of_keys[1]
+    apart = total is None and _apart(runs)
+    dq = total
+    if dq is None:
+        dq = _blank(q, q.dtype if apart else wide(q), apart and sum(b - a for a, b in runs) == q.shape[1])
     dk, dv = (_blank(t, wide(t), len(pieces) == 1 and pieces[0].keys == (0, t.shape[1])) for t in (k, v))
     for piece in pieces:
         rows, keys = slice(*piece.rows), slice(*piece.keys)
@@ -141,11 +145,11 @@ def backward(
             dq[:, rows] = of_q
         else:
             dq[:, rows] += of_q
-        for total, part in zip((dk, dv), of_keys, strict=True):
+        for whole, part in zip((dk, dv), of_keys, strict=True):
             if len(pieces) == 1:
-                total[:, keys] = part
+                whole[:, keys] = part
             else:
-                total[:, keys] += part
+                whole[:, keys] += part
     return dq, dk, dv
 
 
@@ -241,8 +245,7 @@ class Merged:
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         before, part = self.lse[:, :, rows], lse.to(self.lse.dtype)
         after = torch.logaddexp(before, part)
-        kept = self.out[:, rows] * _weight(before, after)
-        self.out[:, rows] = kept.addcmul_(out.to(kept.dtype), _weight(part, after))
+        self.out[:, rows].mul_(_weight(before, after)).addcmul_(out, _weight(part, after))
         self.lse[:, :, rows] = after
 
     def add_sink(self, sink: Tensor) -> None:

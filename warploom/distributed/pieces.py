@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from warploom.attention.problem import AttentionArgs
-from warploom.distributed.collectives import Exchange
+from warploom.distributed.collectives import Exchange, sums_of
 from warploom.distributed.layout import Layout, Run, joined, length_of
 from warploom.distributed.layout import whole as whole_layout
 from warploom.distributed.whole import Whole
@@ -262,7 +262,7 @@ class Sharded:
             [length_of(runs) for runs in given],
             [length_of(self.needed(self.rank, source)) if source != self.rank else 0 for source in ranks],
             self._held(self.rank),
-            any([a < past for (_, past), (a, _) in pairwise(sorted(runs))]),
+            sums_of(self.keys.counts[self.rank], self._held(self.rank), runs),
             self.most_taken == 0,
         )
 

@@ -252,5 +252,5 @@ class _Unsharded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         places = ctx.layout.places.to(gradient.device)
-        part = Scattering(ctx.group, ctx.layout, places, gradient.to(wide(gradient))).result(ctx.count)[0]
+        part = Scattering(ctx.group, ctx.layout, places, ctx.count, gradient.to(wide(gradient))).result()[0]
         return part.to(gradient.dtype), None, None

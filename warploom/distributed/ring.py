@@ -43,14 +43,12 @@ def backward(
                 total.index_add_(1, rows, part)
 
     for step, pieces, keys, values in _blocks(call, k, v):
-        of_q, *of_keys = local.backward(call.run, q, keys, values, dout, dlse, out, lse, pieces)
-        dq += of_q
-        of_keys = [t.to(dk.dtype) for t in of_keys]
+        _, *of_keys = local.backward(call.run, q, keys, values, dout, dlse, out, lse, pieces, dq)
         finish()
         if step == 0:
             rows = call.sharded.rows(call.rank)
             for total, gradient in zip((dk, dv), of_keys, strict=True):
-                total.index_add_(1, rows, gradient)
+                total.index_add_(1, rows, gradient.to(total.dtype))
             continue
         source, target = (call.rank - step) % call.ranks, (call.rank + step) % call.ranks
         rows = call.sharded.rows(target)
