@@ -49,6 +49,14 @@ def test_case(name: str, dtype: torch.dtype) -> None:
     check(drawn(**wide(name, dtype=dtype)), BACKEND)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_token_each(dim: int) -> None:
+    """No decay has a state to meet: their gradients are 0, and no rounding stands in for them."""
+    call, dout, dstate = drawn(tokens=9, sequences=(1, 0, 1, 1, 1), heads=3, group=2, e=dim, m=dim, dtype=torch.bfloat16).call()
+    ddecay = BACKEND.backward(call, dout, dstate)[4]
+    assert ddecay is not None and not ddecay.any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize(

@@ -96,6 +96,14 @@ def test_short_ends(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+def test_one_token_each(dim: int) -> None:
+    """No decay has a state to meet: their gradients are 0, and no rounding stands in for them."""
+    call, dout, dstate = drawn(tokens=9, sequences=(1, 0, 1, 1, 1), heads=3, group=2, e=dim, m=dim).call()
+    ddecay = run_back.backward(call, dout, dstate)[4]
+    assert ddecay is not None and not ddecay.any()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_a_hundred_repeats(dim: int) -> None:
     """Also while another stream keeps the memory busy."""
     call, dout, dstate = drawn(tokens=2050, batch=2, heads=16, group=4, e=dim, m=dim, state=True).call()

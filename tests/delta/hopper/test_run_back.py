@@ -27,6 +27,7 @@ from warploom.delta.hopper.config import (
     COLUMNS,
     FINE,
     MATRIX,
+    NO_STATE,
     OF_K,
     OF_Q,
     QUERIES,
@@ -227,7 +228,10 @@ def gradients(
             if h.last:
                 closing = prepared[h.item, 2 * MATRIX + WHOLE * CHUNK + CLOSING :][: 4 * (-(-m // COLUMNS))].double().sum()
                 after += (closing - after) * whole**2 / (whole**2 + count / (2 * width(e)))
-            ddecay[h.batch, h.rows, h.head] = own.flip(0).cumsum(0).flip(0) + after
+            found_decay = own.flip(0).cumsum(0).flip(0) + after
+            if decays == NO_STATE and h.first:
+                found_decay[0] = 0.0
+            ddecay[h.batch, h.rows, h.head] = found_decay
     for (batch, start, stop, head), found in sums.items():
         for x, dx, into in zip((q, k), found, (dq, dk), strict=True):
             a = x[batch, start:stop, head].double()
@@ -278,6 +282,14 @@ def test_short_ends() -> None:
     assert ddecay is not None and wanted is not None and model is not None
     verdict = judge("ddecay", ddecay, wanted, model, torch.bfloat16)
     assert verdict.passed, verdict
+
+
+def test_one_token_each() -> None:
+    """The kernel is told that no state was given: no decay meets one."""
+    for state in (False, True):
+        call, dout, dstate = drawn(tokens=6, sequences=(1, 0, 1, 1, 1), heads=2, state=state).call()
+        ddecay = hopper.BACKEND.backward(call, dout, dstate)[4]
+        assert ddecay is not None and bool(ddecay[:, :4].any()) == state
 
 
 @pytest.mark.parametrize("kind", ["chunks of each sequence", "slots", "packed"])

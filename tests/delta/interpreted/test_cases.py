@@ -24,6 +24,7 @@ MORE: dict[str, dict[str, Any]] = {
     "lengths": {"tokens": 50, "batch": 3, "lengths": (50, 17, 0), "state": True, "hidden": float("nan"), "group": 2},
     "packed": {"tokens": 80, "sequences": (0, 21, 1, 49, 0), "state": True, "hidden": float("nan")},
     "many short sequences": {"tokens": 60, "sequences": (7, 0, 9, 16, 1, 1, 17), "state": True},
+    "one token each": {"tokens": 6, "sequences": (1, 0, 1, 1, 1), "group": 2},
     "one chunk each": {"tokens": 16, "batch": 3, "state": True},
     "dims past 128": {"tokens": 20, "e": 136, "m": 24, "state": True},
 }

@@ -25,6 +25,8 @@ BACK_ITEM = 2 * MATRIX + ALL_NUMBERS
 # Of the row WHOLE walks read the first eight. From here on, in a sequence's last chunk, each warp of the walk that keeps leaves
 # its part of the product of the last state and its gradient.
 CLOSING = 8
+# How a call with decays says that no sequence begins with a state.
+NO_STATE = 2
 _HERE = "delta/hopper"
 _SHARED = (
     *(f"kernels/cute/{file}.py" for file in ("arguments", "basics", "fields", "instructions", "memory")),

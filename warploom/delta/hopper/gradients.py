@@ -68,7 +68,7 @@ class Gradients(Asked, Read, Written):
         cu: cute.Tensor,  # (sequences + 1,) int32, or empty
         eps: Float32,
         normalize: Int32,
-        decays: Int32,
+        decays: Int32,  # 0: none; NO_STATE: some, and no initial state
         size: Int32,  # chunks of a range
         current: Int32,  # the range
         per_sequence: Int32,

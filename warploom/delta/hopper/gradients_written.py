@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
 
-from warploom.delta.hopper.config import BETA, CHUNK, CLOSING, COLUMNS, WHOLE, WRITES
+from warploom.delta.hopper.config import BETA, CHUNK, CLOSING, COLUMNS, NO_STATE, WHOLE, WRITES
 from warploom.delta.hopper.gradients_base import (
     ALL_WROTE,
     LONE,
@@ -132,7 +132,8 @@ class Written(GradientBase):
         written there for them; and all that is written, and passes through, for what follows the chunk. At a sequence's end
         the last two are also known together in fp32, where what passes through is a sum of rounded states times rounded
         gradients. What is written has errors as well, of as large a part of the state as there are tokens: both sums are
-        weighed by the variances of their errors.
+        weighed by the variances of their errors. The first token's decay meets nothing where no state was given: what its sums
+        leave there is their rounding.
         """
         start = sums.toint() + lane * 8
         asked, read, lone = (load_shared(start, line * CHUNK * 4, 2) for line in (OF_QUERIES, OF_READS, LONE))
@@ -170,4 +171,6 @@ class Written(GradientBase):
             for e in cutlass.range_constexpr(2):
                 if e < left:
                     forgets = decay[at.batch, row + e, head] == -math.inf
+                    if cutlass.const_expr(e == 0):
+                        forgets = forgets or (decays == NO_STATE and at.first + lane == 0)
                     ddecay[at.batch, row + e, head] = Float32(0.0) if forgets else values[e]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from warploom.delta.hopper.config import NO_STATE
 from warploom.delta.hopper.plan import back, gradients, keep, prepare
 from warploom.delta.hopper.ranges import Kept, Sizes
 from warploom.delta.hopper.run import nothing, processors
@@ -48,7 +49,8 @@ def _launcher(call: DeltaCall) -> Callable[..., Gradients]:
     columns = *of, sizes.m, sizes.sequences * sizes.heads_v, count
     variants = prepare(*of, True), keep(*columns), keep(*columns, True), back(*columns), gradients(*of)
     run_prepare, run_keep, run_again, run_back, run_gradients = (modules.fetch(variant.spec) for variant in variants)
-    scale, eps, normalize, decays = call.scale, call.eps, int(call.normalize_qk), int(call.decay is not None)
+    scale, eps, normalize = call.scale, call.eps, int(call.normalize_qk)
+    decays = 0 if call.decay is None else 1 if call.state is not None else NO_STATE
     # Kernels write what counts.
     new = torch.empty_like if call.lengths is None and call.cu_seqlens is None else torch.zeros_like
     size, each, carriers, entries, end = cut.size, int(cut.per_sequence), cut.carriers, cut.entries, cut.number - 1
