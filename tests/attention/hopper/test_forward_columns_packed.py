@@ -187,8 +187,8 @@ def test_tiles_and_bits(name: str, lengths: str, kind: str, built: Built) -> Non
                     of_owner = {key: words for key, words in machine.read.items() if key[1] // span == owner}
                     check_words(of_owner, next(words[owner]), part, tile_n, span)
                 dead = ~shown[head, :, n * tile_n : (n + 1) * tile_n].any(0)
-                rows_cleared = [c for i in range(0, tile_n, 32) for c in reversed(range(i, i + 32)) if c < len(dead) and dead[c]]
-                cleared += rows_cleared if clears else []
+                order = [c for i in range(0, tile_n, 32) for c in reversed(range(i, i + 32)) if clears and c < len(dead)]
+                cleared += [c for c in order if dead[c]]
     for owner in range(owners):
         assert {len(found) for key, found in machine.read.items() if key[1] // span == owner} <= {next(words[owner])}
     assert machine.cleared == once(cleared)

@@ -93,7 +93,6 @@ class OwnMasks(ColumnProducer):
             stage, phase = place_in_ring(lists, self.tile_stages)
             _, head, _, _, visible, _, _, _ = self.see_list(shared, stage, phase)
 
-
     @cute.jit
     def make_own_mask(self, part, rows, group, tile, target):
         """As ``make_mask``, of a warpgroup's rows."""

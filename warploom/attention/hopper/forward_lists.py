@@ -24,7 +24,7 @@ from warploom.kernels.cute.columns import (
 from warploom.kernels.cute.instructions import highest_bit
 from warploom.kernels.cute.rings import advance, publish
 
-TOUCHED, DEAD = 8, 16  # bits of what is known of a key tile
+TOUCHED, DEAD = 8, 16  # bits of what is known of a key tile: hides some of a warpgroup's rows; may hold a dead column
 
 
 class Lists(ForwardBase):
@@ -102,7 +102,7 @@ class Lists(ForwardBase):
         """
         seqlen_q, seqlen_k = lengths
         lane, shift = cute.arch.lane_idx(), seqlen_k - seqlen_q
-        # Of each lane's tile a bit for each warpgroup: it is seen; and, by so many bits up, touched. At DEAD: it may hold dead ones.
+        # Of each lane's tile: a bit for each warpgroup that sees it, from TOUCHED on those that it is touched for, and DEAD.
         facts, each = Int32(0), self.tile_n // BLOCK
         for i in cutlass.range(each, unroll=1):  # one after another: registers hold the extrema of one
             extrema = block_extrema(bounds, mask, cutlass.min(blocks.first + n * each + i, blocks.last))
