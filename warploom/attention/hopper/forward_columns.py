@@ -231,7 +231,7 @@ class ColumnProducer(Producer):
         column = tile + lane // own * (4 * own) + lane % own + 2 * own * part
         diagonal = column - (rows.seqlen_k - rows.seqlen_q) - rows.top
         limits = limits_in_tile(rows.columns, rows.start + column, rows.seqlen_k - column, rows.top, self.mask_rows, own)
-        for j in cutlass.range(self.mask_rows // 32, unroll=1):
+        for j in cutlass.range(self.mask_rows // 32, unroll=1, unroll_full=self.owners > 1):
             words = cute.make_rmem_tensor(2, Int32)
             for i in cutlass.range_constexpr(2):
                 words[i] = turned(shown_rows(self.config, limits[i], diagonal + own * i, 32 * j, rows.left, rows.right))
