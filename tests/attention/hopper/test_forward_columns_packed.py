@@ -71,7 +71,7 @@ class Clearing(Watching):
 
     values: int  # where the tiles begin, in bytes
     tile: int  # bytes of one
-    span: int  # bytes of a row of it that lie together
+    wide: int  # bytes of a row of it that lie together
     keys: int
     cleared: list[int]
 
@@ -82,7 +82,7 @@ class Clearing(Watching):
             where = self.address(warp, str(x.operands[0]))
             places = {lane(where, i) - SHARED_START - self.values for i in range(LANES) if mask >> i & 1}
             if min(places) >= 0:
-                rows = {at % self.tile % (self.keys * self.span) // self.span for at in places}
+                rows = {at % self.tile % (self.keys * self.wide) // self.wide for at in places}
                 assert len(rows) == 1 and len(places) == LANES
                 if self.cleared[-1:] != [*rows]:
                     self.cleared += rows
@@ -140,55 +140,57 @@ def test_tiles_and_bits(name: str, lengths: str, kind: str, built: Built) -> Non
     )  # fmt: skip
     machine = Clearing(traced.kernel, launch, seed)
     tile_m, tile_n = variant.tile_m, variant.tile_n
-    machine.rows, machine.read, machine.cleared = tile_m, {}, []
-    barriers = 2 * variant.warpgroups + 5 * variant.stages + 8
-    machine.start = -(-8 * barriers // 16) * 16 + 2 * 4 * 12
+    machine.watch(variant)
+    machine.cleared, span = [], machine.span  # rows that are classified together
+    owners = tile_m // span
     operands = -(-(machine.start + 2 * 16 * tile_m + 4) // 1024) * 1024
     machine.values = operands + 2 * variant.head_dim * (tile_m + variant.stages * tile_n)
-    machine.tile, machine.span, machine.keys = 2 * tile_n * variant.head_dim_v, 2 * variant.boxes[1], tile_n
+    machine.tile, machine.wide, machine.keys = 2 * tile_n * variant.head_dim_v, 2 * variant.boxes[1], tile_n
     machine.run()
 
     counts = used if variant.used else keys
     every = {
-        ((starts_q[s] + m * tile_m + 64 * g, head), (RAGGED - counts[s] + n * tile_n, starts_k[s] + counts[s])): (s, m, head, n)
+        ((starts_q[s] + m * span + 64 * g, head), (RAGGED - counts[s] + n * tile_n, starts_k[s] + counts[s])): (s, m, head, n)
         for s in range(len(queries))
-        for m in range(-(-queries[s] // tile_m))
-        for g in range(variant.warpgroups)
+        for m in range(-(-queries[s] // tile_m) * owners)
+        for g in range(span // 64)
         for head in range(HEADS)
         for n in range(-(-counts[s] // tile_n))
     }
     found = multiplied(machine)
     assert len(found) == len(set(found)) and set(found) <= set(every)
     listed = {every[at] for at in found}
-    assert len(found) == len(listed) * variant.warpgroups
-    words, cleared = iter(range(10**6)), []
+    assert len(found) == len(listed) * span // 64
+    words, cleared = [iter(range(10**6)) for _ in range(owners)], []
     for s, rows in enumerate(queries):
         own = slice(starts_k[s], starts_k[s] + counts[s])
         each = mask._replace(**{n: t[..., own].contiguous() for n, t in mask._asdict().items() if isinstance(t, torch.Tensor)})
         if not rows or not counts[s]:
             continue
-        tiles = TileClasses.of(each, rows, counts[s], tile_m, tile_n, "cpu")
-        blocks = TileClasses.of(each, rows, counts[s], tile_m, 64, "cpu")
+        tiles = TileClasses.of(each, rows, counts[s], span, tile_n, "cpu")
+        blocks = TileClasses.of(each, rows, counts[s], span, 64, "cpu")
         shown = visible(each, torch.arange(rows), torch.arange(counts[s]), counts[s] - rows)[0]
-        for m in reversed(range(-(-rows // tile_m))):
-            for head in range(HEADS):
-                top = slice(m * tile_m, (m + 1) * tile_m)
-                for n in reversed(range(-(-counts[s] // tile_n))):
-                    part = shown[head, top, n * tile_n : (n + 1) * tile_n]
-                    if (s, m, head, n) not in listed:
+        for m, head in ((m, head) for m in reversed(range(-(-rows // tile_m))) for head in range(HEADS)):
+            for n in reversed(range(-(-counts[s] // tile_n))):
+                clears = False
+                for owner, at in enumerate(range(m * owners, min((m + 1) * owners, -(-rows // span)))):
+                    part = shown[head, at * span : (at + 1) * span, n * tile_n : (n + 1) * tile_n]
+                    if (s, at, head, n) not in listed:
                         assert not part.any()
                         continue
-                    assert tiles.matrix(0, head)[m, n] != HIDDEN
-                    classes = blocks.matrix(0, head)[m, n * tile_n // 64 :][: tile_n // 64]
+                    assert tiles.matrix(0, head)[at, n] != HIDDEN
+                    classes = blocks.matrix(0, head)[at, n * tile_n // 64 :][: tile_n // 64]
                     if (n + 1) * tile_n <= counts[s] and (classes == FULL).all():
                         assert part.all()
                         continue
-                    check_words(machine.read, next(words), part, tile_n)
-                    dead = ~shown[head, :, n * tile_n : (n + 1) * tile_n].any(0)
-                    cleared += [
-                        c for i in range(0, tile_n, 32) for c in reversed(range(i, i + 32)) if c < len(dead) and dead[c]
-                    ]
-    assert {len(each) for each in machine.read.values()} <= {next(words)}
+                    clears = True
+                    of_owner = {key: words for key, words in machine.read.items() if key[1] // span == owner}
+                    check_words(of_owner, next(words[owner]), part, tile_n, span)
+                dead = ~shown[head, :, n * tile_n : (n + 1) * tile_n].any(0)
+                order = [c for i in range(0, tile_n, 32) for c in reversed(range(i, i + 32)) if clears and c < len(dead)]
+                cleared += [c for c in order if dead[c]]
+    for owner in range(owners):
+        assert {len(found) for key, found in machine.read.items() if key[1] // span == owner} <= {next(words[owner])}
     assert machine.cleared == once(cleared)
     chunks = range(0, 2 * variant.head_dim_v, 16)
     stores = {
@@ -218,9 +220,10 @@ def multiplied(machine: Clearing) -> list[tuple[tuple[int, ...], tuple[int, ...]
     return found
 
 
-def check_words(read: dict[tuple[int, int, int], list[int]], i: int, part: torch.Tensor, tile_n: int) -> None:
-    """The i-th mask that consumers read is that of the elements ``part``, which may end before the tile."""
+def check_words(read: dict[tuple[int, int, int], list[int]], i: int, part: torch.Tensor, tile_n: int, span: int) -> None:
+    """The i-th mask that consumers read is that of the elements ``part`` of ``span`` rows, which may end before the tile."""
     for (_, row, lane_of_quad), words in read.items():
+        row %= span
         own = [8 * (c // 2) + 2 * lane_of_quad + c % 2 for c in range(tile_n // 4)]
         if row < part.shape[0]:
             want = [int(part[row, c]) if c < part.shape[1] else 0 for c in own]

@@ -18,6 +18,7 @@ from warploom.attention.band import seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import plan
 from warploom.attention.hopper.config import BACKWARD_SOURCES, SOURCES, BackwardConfig, ForwardConfig
+from warploom.attention.hopper.fp8_plan import fp8_config
 from warploom.attention.hopper.plan import backward_set, config, config_for, named_set, pack_gqa, takes_columns, tile_dims
 from warploom.attention.problem import AttentionProblem
 from warploom.masks import SlidingWindow
@@ -92,6 +93,16 @@ def test_a_named_set_serves_plain_calls() -> None:
     for right, head_dim, seqlen_k in product((None, 0), (64, 128, 256), (500, 5000)):
         few = problem(seqlen_q=1, heads_q=8, right=right, head_dim=head_dim, head_dim_v=head_dim, seqlen_k=seqlen_k)
         assert config_for(few).pack_gqa and config_for(few).name in names
+
+
+def test_three_warpgroups_go_apart_under_a_column_mask() -> None:
+    """Each walks the key tiles of its own rows; two do not, nor does anyone without columns, nor FP8."""
+    found = {dims: config(Features(torch.bfloat16, *dims, columns=True), True).apart for dims in plan.TILINGS}
+    assert found == {dims: dims == (64, 64) for dims in plan.TILINGS}
+    assert not config(Features(torch.bfloat16, 64, 64, columns=True, softcap=True), True).apart
+    assert not config(Features(torch.bfloat16, 64, 64), True).apart
+    fp8 = fp8_config(Features(torch.float8_e4m3fn, 64, 64, columns=True), torch.bfloat16)
+    assert fp8.warpgroups == 3 and not fp8.apart
 
 
 def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

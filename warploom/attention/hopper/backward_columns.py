@@ -42,6 +42,7 @@ from warploom.kernels.cute.columns import (
     may_hold_dead,
     sees_none,
 )
+from warploom.kernels.cute.instructions import hidden as unknown
 from warploom.kernels.cute.instructions import shifted
 from warploom.kernels.cute.row_tiles import elements_before, hidden_elements, hidden_runs
 
@@ -390,7 +391,7 @@ class ColumnWalk(BackwardBase):
         do_stage, phase = schedule.ring(j, self.dout_stages)
         cute.arch.mbarrier_wait(shared.do_full + do_stage, phase)
         box_q, _, _, box_do = config.boxes
-        own = cute.arch.thread_idx()[0] - WARPGROUP
+        own = unknown(cute.arch.thread_idx()[0]) - WARPGROUP  # what is computed of it out of the loop would be spilled
         for i in cutlass.range_constexpr(-(-tile_m // (BOTH // 4))):
             row = i * (BOTH // 4) + own // 4
             if row < tile_m:  # noqa: SIM102

@@ -176,8 +176,7 @@ class Consumers(Dealer, DropoutSteps):
                         member = Int32(0)
                         m += onward
         elif const_expr(config.columns):
-            for step in cutlass.range(work.base, r.past, unroll=1):
-                self.masked_step(r, work, step)
+            self.masked_steps(r, work)
         elif const_expr(config.stream_k):
             begin = work.base - first
             for lower, upper, masked in parts:
@@ -432,23 +431,44 @@ class Consumers(Dealer, DropoutSteps):
     # A step
 
     @cute.jit
-    def masked_step(self, r, work, j):
-        """A query tile under a column mask, as the loader announced it.
+    def masked_steps(self, r, work):
+        """The query tiles of a block under a column mask, as the loader announces them.
 
-        Elements are tested in a step of its own: a branch while products are under way would make ptxas wait for each.
+        Elements are tested in steps of their own: a branch while products are under way would make ptxas wait for each. Those
+        without tests have a loop of their own, down to the next one that has some: in one loop with the others ptxas computes
+        descriptors anew between the products of each step.
         """
+        j = Int32(0) + work.base
+        while j < r.past:
+            tested = self.is_next_tested(r, j)
+            while tested == 0:
+                self.step(r, self.next_tile(r, work, j), j, False, work)
+                j += 1
+                tested = Int32(1)
+                if j < r.past:
+                    tested = self.is_next_tested(r, j)
+            if j < r.past:
+                m = self.next_tile(r, work, j)
+                self.clear_unseeing(r, j)
+                self.step(r, m, j, True, work)
+                j += 1
+
+    @cute.jit
+    def is_next_tested(self, r, j):
+        """1 if elements of a step are to be tested, once its queries are there."""
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
-        m, tested = self.announced(r.shared.words, stage)
+        return self.announced(r.shared.words, stage)[1]
+
+    @cute.jit
+    def next_tile(self, r, work, j):
+        """Query tile of a step that is there; its head is noted for dropout."""
+        stage, _ = schedule.ring(j, self.stages)
         if const_expr(self.config.dropout):
             block = work if const_expr(self.config.pair) else self.again(work)
             tile = r.shared.words[self.step_word(stage) + 2]
             self.take_head(r, block, tile // block.m_blocks - block.batch * block.heads_q)
-        if tested == 1:
-            self.clear_unseeing(r, j)
-            self.step(r, m, j, True, work)
-        else:
-            self.step(r, m, j, False, work)
+        return self.announced(r.shared.words, stage)[0]
 
     @cute.jit
     def step(self, r, m, j, masked, work=None, place=NEAR):

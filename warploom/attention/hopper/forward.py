@@ -20,8 +20,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.attention.hopper.forward_base import MASK_STAGES, TILE_WORDS, ForwardShared
-from warploom.attention.hopper.forward_columns import ColumnConsumers, ColumnProducer
+from warploom.attention.hopper.forward_apart import OwnConsumers, OwnMasks
+from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardShared
 from warploom.attention.hopper.forward_pages import PagedProducer
 from warploom.attention.hopper.forward_shares import PagedScheduler
 from warploom.kernels.cute.basics import WARP
@@ -43,7 +43,7 @@ COLUMN_REGISTERS = {2: (224, 56), 3: (160, 32)}
 LOADER, SCHEDULER, MASKS = 0, 1, 2
 
 
-class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, ColumnConsumers):
+class HopperForward(PagedProducer, PagedScheduler, OwnMasks, OwnConsumers):
     """softmax(scale · q kᵀ + band) v for one configuration; ``__call__`` is what gets compiled."""
 
     @cute.jit
@@ -142,9 +142,9 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, ColumnConsume
                 if const_expr(self.config.columns):
                     for i in cutlass.range_constexpr(self.stages):
                         cute.arch.mbarrier_init(shared.v_landed + i, 1)
-                    for i in cutlass.range_constexpr(MASK_STAGES):
+                    for i in cutlass.range_constexpr(self.owners * MASK_STAGES):
                         cute.arch.mbarrier_init(shared.mask_full + i, WARP * makers)
-                        cute.arch.mbarrier_init(shared.mask_empty + i, WARP * consumers)
+                        cute.arch.mbarrier_init(shared.mask_empty + i, WARP * consumers // self.owners)
                 if const_expr(self.config.paged and self.config.left):
                     cute.arch.mbarrier_init(shared.v_landed, loaders)
             cute.arch.mbarrier_init_fence()
@@ -192,8 +192,8 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, ColumnConsume
                 cpasync.prefetch_descriptor(atom)
 
         stages, q_slots, tile_stages = self.stages, self.q_slots, self.tile_stages
-        mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
-        mask_words = mask_stages * self.tile_m * 4
+        mask_stages = self.owners * MASK_STAGES if const_expr(self.config.columns) else 0
+        mask_words = mask_stages * self.mask_rows * 4
         cleared = stages if const_expr(self.config.columns) else int(self.config.paged and self.config.left)
         alibi_elements = self.tile_n * 16 if const_expr(self.multiplies) else 0
 
@@ -202,7 +202,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, ColumnConsume
             barriers: cute.struct.MemRange[
                 cutlass.Int64, 2 * q_slots + 4 * stages + cleared + 2 * tile_stages + 2 * mask_stages
             ]
-            tiles: cute.struct.Align[cute.struct.MemRange[Int32, tile_stages * TILE_WORDS], 16]
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, tile_stages * self.tile_words], 16]
             masks: cute.struct.Align[cute.struct.MemRange[Int32, mask_words], 16]
             scratch: cute.struct.MemRange[Int32, 1]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
@@ -222,7 +222,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, ColumnConsume
             v_empty=barriers.take(stages),
             tile_full=barriers.take(tile_stages),
             tile_empty=barriers.take(tile_stages),
-            tiles=storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, tile_stages))),
+            tiles=storage.tiles.get_tensor(cute.make_layout((self.tile_words, tile_stages))),
             mask_full=barriers.take(mask_stages),
             mask_empty=barriers.take(mask_stages),
             masks=storage.masks.data_ptr(),
@@ -297,8 +297,14 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, ColumnConsume
                 else:
                     self.schedule_lists(k.shape[0], lse.shape, shared, columns, counter, left, right, section)
             if warp >= MASKS:
-                self.make_masks(warp - MASKS, k.shape, lse.shape, shared, columns, left, right)
+                if const_expr(self.owners > 1):
+                    self.make_own_masks(warp - MASKS, k.shape, lse.shape, shared, columns, left, right)
+                else:
+                    self.make_masks(warp - MASKS, k.shape, lse.shape, shared, columns, left, right)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1
-            self.compute_lists(out, lse, sink, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in)
+            if const_expr(self.owners > 1):
+                self.compute_own_lists(out, lse, sink, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in)
+            else:
+                self.compute_lists(out, lse, sink, sequences, dropout, shared, mma_qk, mma_pv, multiplier, cap_in)

@@ -25,10 +25,12 @@ TILE_WORDS = 12
 DENSE_WORDS, PACKED_WORDS = 6, 11
 # Words of a list: query tile, head (below 0: no more), batch, its first key tile, then bits of 32 key tiles from there on:
 # those that are visible, whole, or hold columns that no row sees; and whether the query tile has more lists. For packed
-# sequences, whose number is in the place of batch, also where queries and keys start, and how many there are of each.
+# sequences, whose number is in the place of batch, also where queries and keys start, and how many there are of each. Where
+# warpgroups go apart, the visible ones are those of any, whole those that are partial for none, and behind all these words
+# come those that each warpgroup sees, then those that are whole for it.
 LIST_WORDS, PACKED_LIST_WORDS = 8, 12
 QUERIES, HEAD, BATCH, BASE, WHOLE, EDGE = 0, 1, 2, 3, 5, 6
-SEQLEN_Q, K_START, SEQLEN_K = 9, 10, 11
+Q_START, SEQLEN_Q, K_START, SEQLEN_K = 8, 9, 10, 11
 MASK_STAGES = 2  # of the ring of bits of partial tiles, under a column mask
 
 
@@ -66,6 +68,10 @@ class ForwardBase:
         self.stages = config.stages
         self.warpgroups = config.warpgroups
         self.tile_stages = 2
+        self.owners = config.warpgroups if config.apart else 1  # of lists and of masks
+        self.own_at = PACKED_LIST_WORDS if config.varlen else LIST_WORDS
+        self.tile_words = TILE_WORDS if self.owners == 1 else self.own_at + 2 * self.owners
+        self.mask_rows = self.tile_m // self.owners  # of an owner's mask
         self.q_stages = config.q_stages
         self.q_slots = config.q_stages * config.warpgroups
         self.biased = config.bias == "alibi"
@@ -135,6 +141,23 @@ class ForwardBase:
         """The words that all lists have, of one that stays there until this warp leaves it."""
         cute.arch.mbarrier_wait(shared.tile_full + stage, phase)
         return tuple([cute.arch.make_warp_uniform(shared.tiles[i, stage]) for i in range(LIST_WORDS)])
+
+    @cute.jit
+    def next_own_list(self, shared, stage, phase, group, seqlen_q):
+        """Of the list in the ring's stage: tile, head, batch, base, visible to any, seen and whole for ``group``, more.
+
+        Then where the queries of a packed sequence start, and how many there are; a dense call's length is given.
+        """
+        m_block, head, batch, base, visible, _, _, more = self.see_list(shared, stage, phase)
+        places = [self.own_at + group, self.own_at + self.owners + group]
+        if const_expr(self.config.varlen):
+            places += [Q_START, SEQLEN_Q]
+        own = [cute.arch.make_warp_uniform(shared.tiles[i, stage]) for i in places]
+        if const_expr(not self.config.varlen):
+            own += [Int32(0), seqlen_q]
+        self.leave_list(shared, stage)
+        seen, whole, q_start, seqlen_q = own
+        return m_block, head, batch, base, visible, seen, whole, more, q_start, seqlen_q
 
     def leave_list(self, shared: Any, stage: Any) -> None:
         """Every lane says so, as in ``next_tile``."""

@@ -200,7 +200,7 @@ class ColumnProducer(Producer):
                     tile = (words[BASE] + bit) * self.tile_n
                     stage, phase = place_in_ring(masks, MASK_STAGES)
                     cute.arch.mbarrier_wait(shared.mask_empty + stage, phase ^ 1)
-                    self.make_mask(part, rows, tile, shared.masks + stage * (4 * self.tile_m))
+                    self.make_mask(part, rows, tile, shared.masks + stage * (4 * self.mask_rows))
                     cute.arch.mbarrier_arrive(shared.mask_full + stage)
                     masks = next_in_ring(masks, MASK_STAGES)
                     if part == 0 and ((words[EDGE] >> bit) & 1) != 0:
@@ -230,8 +230,8 @@ class ColumnProducer(Producer):
         own = self.neighbours
         column = tile + lane // own * (4 * own) + lane % own + 2 * own * part
         diagonal = column - (rows.seqlen_k - rows.seqlen_q) - rows.top
-        limits = limits_in_tile(rows.columns, rows.start + column, rows.seqlen_k - column, rows.top, self.tile_m, own)
-        for j in cutlass.range(self.tile_m // 32, unroll=1):
+        limits = limits_in_tile(rows.columns, rows.start + column, rows.seqlen_k - column, rows.top, self.mask_rows, own)
+        for j in cutlass.range(self.mask_rows // 32, unroll=1, unroll_full=self.owners > 1):
             words = cute.make_rmem_tensor(2, Int32)
             for i in cutlass.range_constexpr(2):
                 words[i] = turned(shown_rows(self.config, limits[i], diagonal + own * i, 32 * j, rows.left, rows.right))

@@ -511,13 +511,18 @@ class Consumers(BiasedScores, DistanceScores):
     def take_mask(self, work):
         """The bits that the producer has made for this thread's two rows of the next partial tile."""
         ring, shared = work.mask_ring, work.shared
-        cute.arch.mbarrier_wait(shared.mask_full + ring[0], ring[1])
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        row = work.group * 64 + thread // 32 * 16 + thread % 32 // 4
-        source = shared.masks + (ring[0] * self.tile_m + row) * 4 + thread % 4
+        row = thread // 32 * 16 + thread % 32 // 4
+        place = ring[0]
+        if const_expr(self.owners > 1):
+            place += work.group * MASK_STAGES
+        else:
+            row += work.group * 64
+        cute.arch.mbarrier_wait(shared.mask_full + place, ring[1])
+        source = shared.masks + (place * self.mask_rows + row) * 4 + thread % 4
         words = cute.make_tensor(source, cute.make_layout(2, stride=32))
         work.mask_words[0], work.mask_words[1] = words[0], words[1]
-        cute.arch.mbarrier_arrive(shared.mask_empty + ring[0])  # every lane, as in ``next_tile``
+        cute.arch.mbarrier_arrive(shared.mask_empty + place)  # every lane, as in ``next_tile``
         ring[0], ring[1] = advance(ring[0], ring[1], MASK_STAGES)
 
     @cute.jit

@@ -43,6 +43,11 @@ class Fp8ForwardConfig(ForwardConfig):
         return ModuleSpec(self.name, "sm_90a", "warploom.attention.hopper.fp8_build:compile_fp8", config, FP8_SOURCES)
 
     @property
+    def apart(self) -> bool:
+        """No: between key tiles sums of two levels would have to be brought to an end."""
+        return False
+
+    @property
     def boxes(self) -> tuple[int, int]:
         """Columns of a TMA box of Q and K, and keys of one of V, whose rows are head dims."""
         return next(n for n in (128, 64, 32) if self.head_dim % n == 0), self.tile_n
