@@ -27,7 +27,15 @@ from warploom.delta.hopper.config import (
 from warploom.delta.hopper.inverse import BLOCK_BYTES, Split, get, get_transposed, inverses, put_transposed, split, times
 from warploom.kernels.cute.basics import DTYPES, LOG2_E, choose
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import exp2, load_shared, pack16, store_matrices, store_pair, store_shared
+from warploom.kernels.cute.instructions import (
+    exp2,
+    from_bfloat16,
+    load_shared,
+    pack16,
+    store_matrices,
+    store_pair,
+    store_shared,
+)
 from warploom.kernels.cute.memory import bulk_store
 
 FRAGMENT_BYTES = 1024  # of a block of 16 × 16: first what its left half has, 16 bytes a lane
@@ -90,23 +98,28 @@ class PrepareHead:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         words: dict[Any, Any] = {}  # of the inverse
+        left: dict[int, Any] = {}
         (turned_0, straight_0), (turned_1, straight_1) = self.diagonal(room, 0, lane)
-        words[0, 0], words[1, 1] = self.less_one(straight_0, lane), self.less_one(straight_1, lane)
+        words[0, 0], left[0] = self.less_one(straight_0, lane)
+        words[1, 1], left[1] = self.less_one(straight_1, lane)
         w = split(times(turned_0, split(self.block(room, 1, 0, lane))))
-        words[1, 0] = self.packed(times(straight_1, w))
+        words[1, 0] = self.rounded(times(straight_1, w), left[0])
         upper = split(times(w, straight_1))  # block (1, 0) of the inverse, transposed
         (turned_2, straight_2), (_, straight_3) = self.diagonal(room, 2, lane)
-        words[2, 2], words[3, 3] = self.less_one(straight_2, lane), self.less_one(straight_3, lane)
+        words[2, 2], left[2] = self.less_one(straight_2, lane)
+        words[3, 3], _ = self.less_one(straight_3, lane)
         x = times(straight_3, split(times(turned_2, split(self.block(room, 3, 2, lane)))))
-        words[3, 2], lower = self.packed(x), split(x)
+        words[3, 2], lower = self.rounded(x, left[2]), split(x)
         between = []  # -R U', transposed: rows 2 and 3, of each both columns
         for i in cutlass.range_constexpr(2, 4):
             first, second = (split(self.block(room, i, j, lane)) for j in range(2))
             between.append((split(times(upper, second, times(turned_0, first))), split(times(turned_1, second))))
         self.send(room, target + MATRIX, lane)
         for j in cutlass.range_constexpr(2):
-            words[2, j] = self.packed(times(straight_2, between[0][j]))
-            words[3, j] = self.packed(times(straight_3, between[1][j], times(lower, between[0][j])))
+            words[2, j] = self.rounded(times(straight_2, between[0][j]), left[j])
+            words[3, j] = self.rounded(times(straight_3, between[1][j], times(lower, between[0][j])), left[j])
+        if const_expr(self.config.gradients):
+            self.close(words[3, 0], left[0], lane)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -186,12 +199,45 @@ class PrepareHead:
         row, column = lane // 4, lane % 4 * 2
         return [where(row + 8 * (at // 2 % 2) >= column + 8 * (at // 4) + at % 2 + diagonal, fragment[at]) for at in range(8)]
 
-    def less_one(self, x: Split, lane: Any) -> list[Any]:
-        """Words of a unit lower triangular block less the unit matrix, of its high parts, which are bf16."""
-        high = x[0]
+    def less_one(self, x: Split, lane: Any) -> tuple[list[Any], list[Any]]:
+        """Words of a unit lower triangular block less the unit matrix, of its high parts, which are bf16.
+
+        And what they leave of a lane's four columns.
+        """
         row, column = lane // 4, lane % 4 * 2
-        kept = [choose(row > column + 1, word, choose(row > column, word & 0xFFFF, 0)) for word in (high[0], high[3])]
-        return [kept[0], high[1], Int32(0), kept[1]]
+        high, low = (
+            [choose(row > column + 1, w[0], choose(row > column, w[0] & 0xFFFF, 0)), w[1], Int32(0),
+             choose(row > column + 1, w[3], choose(row > column, w[3] & 0xFFFF, 0))]
+            for w in x
+        )  # fmt: skip
+        return high, [from_bfloat16(low[2 * n], e) + from_bfloat16(low[2 * n + 1], e) for n in range(2) for e in range(2)]
+
+    def rounded(self, fragment: list[Any], left: list[Any]) -> list[Any]:
+        """A fragment's words. For gradients, what a lane's earlier numbers of a column have ``left`` is added to its next one.
+
+        The walks sum over a column's rows what writes to the state, and what the state's gradient gives: of equal keys all rows
+        are alike, and the errors of a column cancel. A 0, past what a decay of -inf forgets, stays one.
+        """
+        if not self.config.gradients:
+            return self.packed(fragment)
+        words: list[Any] = [None] * 4
+        for n in range(2):
+            for r in range(2):
+                x, at = fragment[4 * n + 2 * r :][:2], 2 * n
+                words[at + r] = pack16(*(x[e] + where(x[e] != 0.0, left[at + e]) for e in range(2)), self.dtype)
+                for e in range(2):
+                    left[at + e] = left[at + e] + (x[e] - from_bfloat16(words[at + r], e))
+        return words
+
+    def close(self, words: list[Any], left: list[Any], lane: Any) -> None:
+        """What all lanes have left of the first columns, which the longest sums read, goes to their last row."""
+        for n in range(2):
+            total = left[2 * n : 2 * n + 2]
+            for distance in (4, 8, 16):
+                total = [x + cute.arch.shuffle_sync_bfly(x, distance) for x in total]
+            x = [from_bfloat16(words[2 * n + 1], e) for e in range(2)]
+            moved = pack16(*(x[e] + where(x[e] != 0.0, total[e]) for e in range(2)), self.dtype)
+            words[2 * n + 1] = choose(lane >= 28, moved, words[2 * n + 1])
 
     def packed(self, fragment: list[Any]) -> list[Any]:
         """A fragment's words in the inputs' dtype."""
