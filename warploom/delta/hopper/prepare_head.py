@@ -100,26 +100,27 @@ class PrepareHead:
         words: dict[Any, Any] = {}  # of the inverse
         left: dict[int, Any] = {}
         (turned_0, straight_0), (turned_1, straight_1) = self.diagonal(room, 0, lane)
-        words[0, 0], left[0] = self.less_one(straight_0, lane)
-        words[1, 1], left[1] = self.less_one(straight_1, lane)
+        words[0, 0], left[0] = self.less_one(room, 0, straight_0, lane)
+        words[1, 1], left[1] = self.less_one(room, 1, straight_1, lane)
         w = split(times(turned_0, split(self.block(room, 1, 0, lane))))
-        words[1, 0] = self.rounded(times(straight_1, w), left[0])
+        words[1, 0] = self.rounded(room, 1, times(straight_1, w), left[0], lane)
         upper = split(times(w, straight_1))  # block (1, 0) of the inverse, transposed
         (turned_2, straight_2), (_, straight_3) = self.diagonal(room, 2, lane)
-        words[2, 2], left[2] = self.less_one(straight_2, lane)
-        words[3, 3], _ = self.less_one(straight_3, lane)
+        words[2, 2], left[2] = self.less_one(room, 2, straight_2, lane)
+        words[3, 3], _ = self.less_one(room, 3, straight_3, lane)
         x = times(straight_3, split(times(turned_2, split(self.block(room, 3, 2, lane)))))
-        words[3, 2], lower = self.rounded(x, left[2]), split(x)
+        words[3, 2], lower = self.rounded(room, 3, x, left[2], lane), split(x)
         between = []  # -R U', transposed: rows 2 and 3, of each both columns
         for i in cutlass.range_constexpr(2, 4):
             first, second = (split(self.block(room, i, j, lane)) for j in range(2))
             between.append((split(times(upper, second, times(turned_0, first))), split(times(turned_1, second))))
         self.send(room, target + MATRIX, lane)
         for j in cutlass.range_constexpr(2):
-            words[2, j] = self.rounded(times(straight_2, between[0][j]), left[j])
-            words[3, j] = self.rounded(times(straight_3, between[1][j], times(lower, between[0][j])), left[j])
+            words[2, j] = self.rounded(room, 2, times(straight_2, between[0][j]), left[j], lane)
+            x = times(straight_3, between[1][j], times(lower, between[0][j]))
+            words[3, j] = self.rounded(room, 3, x, left[j], lane)
         if const_expr(self.config.gradients):
-            self.close(words[3, 0], left[0], lane)
+            self.close(room, words[3, 0], left[0], lane)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -199,45 +200,60 @@ class PrepareHead:
         row, column = lane // 4, lane % 4 * 2
         return [where(row + 8 * (at // 2 % 2) >= column + 8 * (at // 4) + at % 2 + diagonal, fragment[at]) for at in range(8)]
 
-    def less_one(self, x: Split, lane: Any) -> tuple[list[Any], list[Any]]:
+    def less_one(self, room: Any, i: int, x: Split, lane: Any) -> tuple[list[Any], list[Any]]:
         """Words of a unit lower triangular block less the unit matrix, of its high parts, which are bf16.
 
-        And what they leave of a lane's four columns.
+        And, for gradients, what they leave of a lane's four columns: see ``rounded``.
         """
         row, column = lane // 4, lane % 4 * 2
-        high, low = (
-            [choose(row > column + 1, w[0], choose(row > column, w[0] & 0xFFFF, 0)), w[1], Int32(0),
-             choose(row > column + 1, w[3], choose(row > column, w[3] & 0xFFFF, 0))]
-            for w in x
-        )  # fmt: skip
-        return high, [from_bfloat16(low[2 * n], e) + from_bfloat16(low[2 * n + 1], e) for n in range(2) for e in range(2)]
 
-    def rounded(self, fragment: list[Any], left: list[Any]) -> list[Any]:
-        """A fragment's words. For gradients, what a lane's earlier numbers of a column have ``left`` is added to its next one.
+        def kept(w: list[Any]) -> list[Any]:
+            ends = [choose(row > column + 1, word, choose(row > column, word & 0xFFFF, 0)) for word in (w[0], w[3])]
+            return [ends[0], w[1], Int32(0), ends[1]]
 
-        The walks sum over a column's rows what writes to the state, and what the state's gradient gives: of equal keys all rows
-        are alike, and the errors of a column cancel. A 0, past what a decay of -inf forgets, stays one.
+        high = kept(x[0])
+        if not self.config.gradients:
+            return high, []
+        low, fade = kept(x[1]), self.fade(room, 16 * i, 16 * i + 8, lane)
+        first, second = ([from_bfloat16(low[2 * n + r], e) for n in range(2) for e in range(2)] for r in range(2))
+        return high, [first[at] * fade + second[at] for at in range(4)]
+
+    def rounded(self, room: Any, i: int, fragment: list[Any], left: list[Any], lane: Any) -> list[Any]:
+        """The words of a block in row ``i``.
+
+        For gradients, what a lane's earlier numbers of a column have ``left`` is added to its next one. The walks sum over a
+        column's rows what writes to the state, and what the state's gradient gives: of equal keys rows differ by their decays,
+        and so weighed the errors of a column cancel.
         """
         if not self.config.gradients:
             return self.packed(fragment)
         words: list[Any] = [None] * 4
+        fades = [self.fade(room, 16 * i + 8 * (r - 1), 16 * i + 8 * r, lane) for r in range(2)]
         for n in range(2):
             for r in range(2):
-                x, at = fragment[4 * n + 2 * r :][:2], 2 * n
-                words[at + r] = pack16(*(x[e] + where(x[e] != 0.0, left[at + e]) for e in range(2)), self.dtype)
-                for e in range(2):
-                    left[at + e] = left[at + e] + (x[e] - from_bfloat16(words[at + r], e))
+                x, come = fragment[4 * n + 2 * r :][:2], [left[2 * n + e] * fades[r] for e in range(2)]
+                word = words[2 * n + r] = pack16(x[0] + come[0], x[1] + come[1], self.dtype)
+                left[2 * n : 2 * n + 2] = [come[e] + (x[e] - from_bfloat16(word, e)) for e in range(2)]
         return words
 
-    def close(self, words: list[Any], left: list[Any], lane: Any) -> None:
+    def close(self, room: Any, words: list[Any], left: list[Any], lane: Any) -> None:
         """What all lanes have left of the first columns, which the longest sums read, goes to their last row."""
+        fade = self.fade(room, CHUNK - 8, None, lane)
         for n in range(2):
-            total = left[2 * n : 2 * n + 2]
+            total = [x * fade for x in left[2 * n : 2 * n + 2]]
             for distance in (4, 8, 16):
                 total = [x + cute.arch.shuffle_sync_bfly(x, distance) for x in total]
-            x = [from_bfloat16(words[2 * n + 1], e) for e in range(2)]
-            moved = pack16(*(x[e] + where(x[e] != 0.0, total[e]) for e in range(2)), self.dtype)
-            words[2 * n + 1] = choose(lane >= 28, moved, words[2 * n + 1])
+            word = words[2 * n + 1]
+            moved = pack16(*(from_bfloat16(word, e) + total[e] for e in range(2)), self.dtype)
+            words[2 * n + 1] = choose(lane >= 28, moved, word)
+
+    def fade(self, room: Any, start: int, stop: int | None, lane: Any) -> Any:
+        """The decay between a lane's rows in the eight from ``start`` and from ``stop`` on; None: to the last row."""
+        own = room.numbers + lane // 4 * 4
+        coarse, fine = (load_shared(own, (n * CHUNK + start) * 4, 1)[0] for n in range(2))
+        end = (room.numbers, CHUNK - 1) if stop is None else (own, stop)
+        until = [load_shared(end[0], (n * CHUNK + end[1]) * 4, 1)[0] for n in range(2)]
+        return exp2((until[0] - coarse) * LOG2_E + (until[1] - fine))
 
     def packed(self, fragment: list[Any]) -> list[Any]:
         """A fragment's words in the inputs' dtype."""
