@@ -119,8 +119,6 @@ class PrepareHead:
             words[2, j] = self.rounded(room, 2, times(straight_2, between[0][j]), left[j], lane)
             x = times(straight_3, between[1][j], times(lower, between[0][j]))
             words[3, j] = self.rounded(room, 3, x, left[j], lane)
-        if const_expr(self.config.gradients):
-            self.close(room, words[3, 0], left[0], lane)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -236,24 +234,11 @@ class PrepareHead:
                 left[2 * n : 2 * n + 2] = [come[e] + (x[e] - from_bfloat16(word, e)) for e in range(2)]
         return words
 
-    def close(self, room: Any, words: list[Any], left: list[Any], lane: Any) -> None:
-        """What all lanes have left of the first columns, which the longest sums read, goes to their last row."""
-        fade = self.fade(room, CHUNK - 8, None, lane)
-        for n in range(2):
-            total = [x * fade for x in left[2 * n : 2 * n + 2]]
-            for distance in (4, 8, 16):
-                total = [x + cute.arch.shuffle_sync_bfly(x, distance) for x in total]
-            word = words[2 * n + 1]
-            moved = pack16(*(from_bfloat16(word, e) + total[e] for e in range(2)), self.dtype)
-            words[2 * n + 1] = choose(lane >= 28, moved, word)
-
-    def fade(self, room: Any, start: int, stop: int | None, lane: Any) -> Any:
-        """The decay between a lane's rows in the eight from ``start`` and from ``stop`` on; None: to the last row."""
+    def fade(self, room: Any, start: int, stop: int, lane: Any) -> Any:
+        """The decay between a lane's rows in the eight from ``start`` and from ``stop`` on."""
         own = room.numbers + lane // 4 * 4
-        coarse, fine = (load_shared(own, (n * CHUNK + start) * 4, 1)[0] for n in range(2))
-        end = (room.numbers, CHUNK - 1) if stop is None else (own, stop)
-        until = [load_shared(end[0], (n * CHUNK + end[1]) * 4, 1)[0] for n in range(2)]
-        return exp2((until[0] - coarse) * LOG2_E + (until[1] - fine))
+        coarse, fine = ([load_shared(own, (n * CHUNK + at) * 4, 1)[0] for at in (start, stop)] for n in range(2))
+        return exp2((coarse[1] - coarse[0]) * LOG2_E + (fine[1] - fine[0]))
 
     def packed(self, fragment: list[Any]) -> list[Any]:
         """A fragment's words in the inputs' dtype."""
