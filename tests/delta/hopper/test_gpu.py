@@ -104,6 +104,18 @@ def test_one_token_each(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_do_not_pass_a_token_that_forgets(dim: int) -> None:
+    """A decay of e^-50 in the midst of a chunk: what rounding leaves of the inverse is not carried past it either."""
+    call, dout, _ = drawn(tokens=100, heads=16, e=dim, m=dim, keys="equal", beta=2.0, decay="mild").call()
+    assert call.decay is not None
+    call.decay[:, 30] = -50.0
+    dout[:, :30] = 0.0
+    dq, dk, dv, dbeta, *_ = run_back.backward(call, dout, None)
+    for t in (dq, dk, dv, dbeta):
+        assert float(t[:, :30].abs().max()) < 1e-6 < float(t[:, 30:].abs().max())
+
+
+@pytest.mark.parametrize("dim", [64, 128])
 def test_a_hundred_repeats(dim: int) -> None:
     """Also while another stream keeps the memory busy."""
     call, dout, dstate = drawn(tokens=2050, batch=2, heads=16, group=4, e=dim, m=dim, state=True).call()

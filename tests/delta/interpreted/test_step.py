@@ -59,6 +59,9 @@ def test_state_of_any_strides_and_shared() -> None:
             assert torch.equal(got, want)
     out, new = BACKEND.step(token(call, 0, strided), strided)
     assert new is strided and torch.equal(out, wanted[0]) and torch.equal(new, wanted[1])
+    apart = torch.nn.functional.pad(call.state, (0, 3))[..., : call.state.shape[-1]]
+    out, new = BACKEND.step(token(call, 0, apart), apart)
+    assert new is apart and torch.equal(out, wanted[0]) and torch.equal(new, wanted[1])
     shared = call.state[:1].expand_as(call.state)
     for got, want in zip(
         BACKEND.step(token(call, 0, shared), None), BACKEND.step(token(call, 0, shared.clone()), None), strict=True

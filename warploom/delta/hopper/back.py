@@ -184,8 +184,8 @@ class Back(BackConsumer):
         cute.arch.sync_threads()
 
         given = self.part(
-            cute.arch.block_idx()[0], dv.shape[2], heads, dv.shape[1], dv.shape[3] - 1, lengths, cu, size, current, current,
-            per_sequence,
+            cute.arch.block_idx()[0], dv.shape[2], heads, dv.shape[1], dv.shape[3] - 1, prepared.shape[0] // dv.shape[2],
+            lengths, cu, size, current, current, per_sequence,
         )  # fmt: skip
         if warp < 4:
             if const_expr(config.warpgroups == 2):

@@ -2,9 +2,9 @@
 
 A pass is cut into ranges of chunks, each of which is walked, walked back and gives its gradients before the one before it. A
 range has `size` chunks of every sequence, or, unless `per_sequence`, `size` slots, whose boundaries cut a sequence each at
-most. For every COLUMNS value columns of a value head walks leave tiles as they lie in shared memory, 16 bits, with a swizzle of
-128 bytes: of a chunk of a range (an "entry") a state (width, COLUMNS). Y of each chunk lies as values do, in dq and dk where
-they have room for it: these are written when all that was there has been read.
+most; the first has what the others leave. For every COLUMNS value columns of a value head walks leave tiles as they lie in
+shared memory, 16 bits, with a swizzle of 128 bytes: of a chunk of a range (an "entry") a state (width, COLUMNS). Y of each
+chunk lies as values do, in dq and dk where they have room for it: these are written when all that was there has been read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from warploom.delta.hopper.config import BOX, BOX_ROWS, CHUNK, COLUMNS
-from warploom.delta.hopper.walk_base import WalkBase
+from warploom.delta.hopper.walk_base import WalkBase, missed
 from warploom.kernels.cute.barriers import DeltaBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.fields import Fields
@@ -60,7 +60,7 @@ class BackBase(WalkBase):
     """Ranges, states in fp32, tiles that leave."""
 
     @cute.jit
-    def part(self, index, heads, heads_qk, columns, seqlen, lengths, cu, size, begin, end, per_sequence):
+    def part(self, index, heads, heads_qk, columns, seqlen, slots, lengths, cu, size, begin, end, per_sequence):
         """What a block walks: ranges ``begin`` to ``end``, of which the last has entries."""
         tiles = cute.ceil_div(columns, COLUMNS)
         blocks = cute.ceil_div(tiles, self.config.warpgroups)
@@ -69,7 +69,7 @@ class BackBase(WalkBase):
         head = pair - sequence * heads
         batch, start, _, live, slot = self.tokens(sequence, lengths, cu, seqlen)
         count = cute.ceil_div(live, CHUNK)
-        origin = choose(per_sequence != 0, 0, slot)
+        origin = choose(per_sequence != 0, 0, slot) + missed(seqlen, slots, size, per_sequence)
         low = cutlass.min(cutlass.max(begin * size - origin, 0), count)
         high = cutlass.min(cutlass.max((end + 1) * size - origin, 0), count)
         shift = origin - end * size + choose(per_sequence != 0, sequence * size, 0)

@@ -31,7 +31,7 @@ from warploom.delta.hopper.gradients_asked import Asked
 from warploom.delta.hopper.gradients_base import SUMS, Chunk, GradientShared
 from warploom.delta.hopper.gradients_read import Read
 from warploom.delta.hopper.gradients_written import Written
-from warploom.delta.hopper.walk_base import place_of_y, ragged, rows_of
+from warploom.delta.hopper.walk_base import missed, place_of_y, ragged, rows_of
 from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.memory import bulk_load
 from warploom.kernels.cute.rings import Mbarriers, advance, expect
@@ -246,7 +246,8 @@ class Gradients(Asked, Read, Written):
         group = dv.shape[2] // heads
         index, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         mmas = mma_square, mma_state, mma_tokens, mma_turned
-        ranged = heads, slots, seqlen, lengths, cu, size, current, per_sequence
+        origin = current * size - missed(seqlen, slots, size, per_sequence)
+        ranged = heads, slots, seqlen, lengths, cu, size, origin, per_sequence
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
         if warp < 4:
             cute.arch.setmaxregister_decrease(FEW)
@@ -257,7 +258,7 @@ class Gradients(Asked, Read, Written):
                     if at.inside == 1:
                         stage, phase, parity = self.load(
                             shared, at, stage, phase, parity, turn, group, tiles, q, k, dout, dv, prepared, states, dstates,
-                            missing, missing_odd, tma_q, tma_k, tma_dout, tma_dv, tma_missing, tma_odd, current, size,
+                            missing, missing_odd, tma_q, tma_k, tma_dout, tma_dv, tma_missing, tma_odd, origin, size,
                             per_sequence, seqlen,
                         )  # fmt: skip
                         turn = turn ^ 1
@@ -325,14 +326,14 @@ class Gradients(Asked, Read, Written):
     @cute.jit
     def load(
         self, shared, at, stage, phase, parity, turn, group, tiles, q, k, dout, dv, prepared, states, dstates, missing,
-        missing_odd, tma_q, tma_k, tma_dout, tma_dv, tma_missing, tma_odd, current, size, per_sequence, seqlen,
+        missing_odd, tma_q, tma_k, tma_dout, tma_dv, tma_missing, tma_odd, origin, size, per_sequence, seqlen,
     ):  # fmt: skip
         """What a chunk needs; its queries and keys after the first value head's values, which are waited for first."""
         config = self.config
         tile = (CHUNK, COLUMNS)
         of = at.batch, at.start, at.live
         number = at.first // CHUNK
-        slot = current * size + at.entry
+        slot = origin + at.entry
         if per_sequence != 0:
             sequence = at.entry // size
             slot = sequence * cute.ceil_div(seqlen, CHUNK) + slot - sequence * size

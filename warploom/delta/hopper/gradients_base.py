@@ -118,18 +118,18 @@ class GradientBase:
         self.boxes = config.width // 64  # of a chunk of q or k
 
     @cute.jit
-    def place(self, index, heads, slots, seqlen, lengths, cu, size, current, per_sequence):
+    def place(self, index, heads, slots, seqlen, lengths, cu, size, origin, per_sequence):
         """The chunk with this number among those of a range, heads innermost. Called by whole warps."""
         entry = index // heads
         head = index - entry * heads
-        slot = current * size + entry
-        inside = choose(slot < slots, 1, 0)
+        slot = origin + entry
+        inside = choose(slot >= 0 and slot < slots, 1, 0)
         if per_sequence != 0:
             sequence = entry // size
             number = slot - sequence * size
             chunks = cute.ceil_div(seqlen, CHUNK)
             slot = sequence * chunks + number
-            inside = choose(number < chunks, 1, 0)
+            inside = choose(number >= 0 and number < chunks, 1, 0)
         batch, start, first, live = place_of_slot(choose(inside == 1, slot, 0), lengths, cu, seqlen, CHUNK)
         inside = choose(first < live, inside, 0)
         return inside, entry, head, batch, start, first, live

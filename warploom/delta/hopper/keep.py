@@ -186,8 +186,9 @@ class Keep(KeepConsumer):
         cute.arch.griddepcontrol_launch_dependents()
 
         given = self.part(
-            cute.arch.block_idx()[0], v.shape[2], heads, v.shape[1], v.shape[3] - 1, lengths, cu, size, begin, end, per_sequence
-        )
+            cute.arch.block_idx()[0], v.shape[2], heads, v.shape[1], v.shape[3] - 1, prepared.shape[0] // v.shape[2],
+            lengths, cu, size, begin, end, per_sequence,
+        )  # fmt: skip
         if warp < 4:
             if const_expr(config.warpgroups == 2):
                 cute.arch.setmaxregister_decrease(24)

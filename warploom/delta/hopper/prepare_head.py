@@ -27,7 +27,15 @@ from warploom.delta.hopper.config import (
 from warploom.delta.hopper.inverse import BLOCK_BYTES, Split, get, get_transposed, inverses, put_transposed, split, times
 from warploom.kernels.cute.basics import DTYPES, LOG2_E, choose
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import exp2, load_shared, pack16, store_matrices, store_pair, store_shared
+from warploom.kernels.cute.instructions import (
+    exp2,
+    from_bfloat16,
+    load_shared,
+    pack16,
+    store_matrices,
+    store_pair,
+    store_shared,
+)
 from warploom.kernels.cute.memory import bulk_store
 
 FRAGMENT_BYTES = 1024  # of a block of 16 × 16: first what its left half has, 16 bytes a lane
@@ -90,23 +98,27 @@ class PrepareHead:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         words: dict[Any, Any] = {}  # of the inverse
+        left: dict[int, Any] = {}
         (turned_0, straight_0), (turned_1, straight_1) = self.diagonal(room, 0, lane)
-        words[0, 0], words[1, 1] = self.less_one(straight_0, lane), self.less_one(straight_1, lane)
+        words[0, 0], left[0] = self.less_one(room, 0, straight_0, lane)
+        words[1, 1], left[1] = self.less_one(room, 1, straight_1, lane)
         w = split(times(turned_0, split(self.block(room, 1, 0, lane))))
-        words[1, 0] = self.packed(times(straight_1, w))
+        words[1, 0] = self.rounded(room, 1, times(straight_1, w), left[0], lane)
         upper = split(times(w, straight_1))  # block (1, 0) of the inverse, transposed
         (turned_2, straight_2), (_, straight_3) = self.diagonal(room, 2, lane)
-        words[2, 2], words[3, 3] = self.less_one(straight_2, lane), self.less_one(straight_3, lane)
+        words[2, 2], left[2] = self.less_one(room, 2, straight_2, lane)
+        words[3, 3], _ = self.less_one(room, 3, straight_3, lane)
         x = times(straight_3, split(times(turned_2, split(self.block(room, 3, 2, lane)))))
-        words[3, 2], lower = self.packed(x), split(x)
+        words[3, 2], lower = self.rounded(room, 3, x, left[2], lane), split(x)
         between = []  # -R U', transposed: rows 2 and 3, of each both columns
         for i in cutlass.range_constexpr(2, 4):
             first, second = (split(self.block(room, i, j, lane)) for j in range(2))
             between.append((split(times(upper, second, times(turned_0, first))), split(times(turned_1, second))))
         self.send(room, target + MATRIX, lane)
         for j in cutlass.range_constexpr(2):
-            words[2, j] = self.packed(times(straight_2, between[0][j]))
-            words[3, j] = self.packed(times(straight_3, between[1][j], times(lower, between[0][j])))
+            words[2, j] = self.rounded(room, 2, times(straight_2, between[0][j]), left[j], lane)
+            x = times(straight_3, between[1][j], times(lower, between[0][j]))
+            words[3, j] = self.rounded(room, 3, x, left[j], lane)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -186,12 +198,47 @@ class PrepareHead:
         row, column = lane // 4, lane % 4 * 2
         return [where(row + 8 * (at // 2 % 2) >= column + 8 * (at // 4) + at % 2 + diagonal, fragment[at]) for at in range(8)]
 
-    def less_one(self, x: Split, lane: Any) -> list[Any]:
-        """Words of a unit lower triangular block less the unit matrix, of its high parts, which are bf16."""
-        high = x[0]
+    def less_one(self, room: Any, i: int, x: Split, lane: Any) -> tuple[list[Any], list[Any]]:
+        """Words of a unit lower triangular block less the unit matrix, of its high parts, which are bf16.
+
+        And, for gradients, what they leave of a lane's four columns: see ``rounded``.
+        """
         row, column = lane // 4, lane % 4 * 2
-        kept = [choose(row > column + 1, word, choose(row > column, word & 0xFFFF, 0)) for word in (high[0], high[3])]
-        return [kept[0], high[1], Int32(0), kept[1]]
+
+        def kept(w: list[Any]) -> list[Any]:
+            ends = [choose(row > column + 1, word, choose(row > column, word & 0xFFFF, 0)) for word in (w[0], w[3])]
+            return [ends[0], w[1], Int32(0), ends[1]]
+
+        high = kept(x[0])
+        if not self.config.gradients:
+            return high, []
+        low, fade = kept(x[1]), self.fade(room, 16 * i, 16 * i + 8, lane)
+        first, second = ([from_bfloat16(low[2 * n + r], e) for n in range(2) for e in range(2)] for r in range(2))
+        return high, [first[at] * fade + second[at] for at in range(4)]
+
+    def rounded(self, room: Any, i: int, fragment: list[Any], left: list[Any], lane: Any) -> list[Any]:
+        """The words of a block in row ``i``.
+
+        For gradients, what a lane's earlier numbers of a column have ``left`` is added to its next one. The walks sum over a
+        column's rows what writes to the state, and what the state's gradient gives: of equal keys rows differ by their decays,
+        and so weighed the errors of a column cancel.
+        """
+        if not self.config.gradients:
+            return self.packed(fragment)
+        words: list[Any] = [None] * 4
+        fades = [self.fade(room, 16 * i + 8 * (r - 1), 16 * i + 8 * r, lane) for r in range(2)]
+        for n in range(2):
+            for r in range(2):
+                x, come = fragment[4 * n + 2 * r :][:2], [left[2 * n + e] * fades[r] for e in range(2)]
+                word = words[2 * n + r] = pack16(x[0] + come[0], x[1] + come[1], self.dtype)
+                left[2 * n : 2 * n + 2] = [come[e] + (x[e] - from_bfloat16(word, e)) for e in range(2)]
+        return words
+
+    def fade(self, room: Any, start: int, stop: int, lane: Any) -> Any:
+        """The decay between a lane's rows in the eight from ``start`` and from ``stop`` on."""
+        own = room.numbers + lane // 4 * 4
+        coarse, fine = ([load_shared(own, (n * CHUNK + at) * 4, 1)[0] for at in (start, stop)] for n in range(2))
+        return exp2((coarse[1] - coarse[0]) * LOG2_E + (fine[1] - fine[0]))
 
     def packed(self, fragment: list[Any]) -> list[Any]:
         """A fragment's words in the inputs' dtype."""

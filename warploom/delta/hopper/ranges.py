@@ -18,7 +18,7 @@ _NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 class Ranges(NamedTuple):
     """Each range of chunks is walked, walked back, and gives its gradients before the one before it."""
 
-    per_sequence: bool  # each holds `size` chunks of every sequence; else `size` slots
+    per_sequence: bool  # each holds `size` chunks of every sequence; else `size` slots; the first what these leave
     size: int
     number: int
     entries: int  # chunks of one range
@@ -55,27 +55,40 @@ class Sizes(NamedTuple):
         """Whether Y of all value heads has room in the gradients of queries and keys, until these are written."""
         return self.heads_v <= 2 * self.heads and self.m <= self.e
 
+    @property
+    def kept(self) -> int:
+        """Bytes of the state before a chunk and of the gradient of the one after it, of a value head."""
+        return 4 * self.tiles * COLUMNS * width(self.e)
+
     def ranges(self) -> Ranges:
-        """The fewest whose room is no more than the bytes of q, k, v and out, or ``SMALL``; else those of the least room."""
+        """The fewest whose room is no more than the bytes of q, k, v and out, or ``SMALL``; else those of the least room.
+
+        Each as long as that allows: the last is walked back beside the first walk, and not walked again.
+        """
         allowed = max(self.tokens * 2 * (self.heads * self.e + self.heads_v * self.m) * 2, SMALL)
         cuts = [self.cut(each, n) for each in ((False,) if self.packed else (True, False)) for n in _NUMBERS]
-        return next((cut for cut in cuts if self.room(cut) <= allowed), min(cuts, key=self.room))
+        found = next((cut for cut in cuts if self.room(cut) <= allowed), min(cuts, key=self.room))
+        more = (allowed - self.room(found)) // (self.kept * self.heads_v * (found.entries // found.size))
+        return found if found.number == 1 or more <= 0 else self.sized(found.per_sequence, found.size + more)
 
     def cut(self, per_sequence: bool, wanted: int) -> Ranges:
         """About so many ranges; those of packed sequences, whose lengths only the device knows, are of slots."""
+        return self.sized(per_sequence, -(-(self.chunks if per_sequence else self.slots) // wanted))
+
+    def sized(self, per_sequence: bool, size: int) -> Ranges:
+        """Ranges of so many chunks, or slots."""
         chunks = self.chunks if per_sequence else self.slots
-        size = -(-chunks // wanted)
         entries, carriers = (size * self.sequences, self.sequences) if per_sequence else (size, 1)
         return Ranges(per_sequence, size, -(-chunks // size), entries, carriers)
 
     def room(self, cut: Ranges) -> int:
         """Bytes that a backward pass takes beside its results."""
-        kept, missing = 4 * self.tiles * COLUMNS * width(self.e), 0 if self.beside else 2 * self.m * self.tokens
+        missing = 0 if self.beside else 2 * self.m * self.tokens
         boundaries = 0
         if cut.number > 1:
             between = cut.number - 1 + (1 if cut.per_sequence else 2)
             boundaries = between * cut.carriers * self.tiles * COLUMNS * width(self.e) * 4
-        return self.heads_v * (4 * BACK_ITEM * self.slots + kept * cut.entries + boundaries + missing)
+        return self.heads_v * (4 * BACK_ITEM * self.slots + self.kept * cut.entries + boundaries + missing)
 
 
 class Kept(NamedTuple):

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from warploom.delta.hopper.config import CHUNK, BackConfig, KeepConfig, WalkConfig
-from warploom.kernels.cute.basics import DTYPES, WARPGROUP
+from warploom.kernels.cute.basics import DTYPES, WARPGROUP, choose
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import store_shared
 from warploom.kernels.cute.packed import RAGGED, bounds, first_tile
@@ -87,6 +87,13 @@ class WalkBase:
             if lengths.shape[0] > 0:
                 live = cutlass.min(cutlass.max(lengths[sequence], 0), seqlen)
         return batch, start, rows, live, slot
+
+
+@cute.jit
+def missed(seqlen, slots, size, per_sequence):
+    """How many chunks, or slots, the first range of a backward pass has less than the others."""
+    chunks = choose(per_sequence != 0, cute.ceil_div(seqlen, CHUNK), slots)
+    return cute.ceil_div(chunks, size) * size - chunks
 
 
 def place_of_y(head: Any, heads: Any, missing: Any) -> tuple[Any, Any]:

@@ -26,8 +26,10 @@ from warploom.runtime.triton_launch import Chain, Launch
 if TYPE_CHECKING:
     from warploom.delta.problem import DeltaCall
 
-# Value columns and warps of a step by the keys' padded dim: 32 elements of the state a thread. Of 128 timed.
-_STEP = {64: (64, 4), 128: (16, 2), 256: (32, 8)}
+# Value columns and warps of a step by the keys' padded dim. Sums of columns that one warp holds need no barrier, and states of
+# 128 KB have room on a multiprocessor at once; rows of other strides need an address each, for which one warp has no registers.
+_STEP = {64: (32, 1), 128: (16, 1), 256: (16, 1)}
+_STRIDED = {64: (64, 4), 128: (16, 2), 256: (32, 8)}
 
 
 Piece = tuple[tuple[int, ...], torch.dtype]  # of memory that kernels alone see
@@ -188,12 +190,15 @@ def _step(args: StepArgs, into: Tensor | None) -> Callable[..., tuple[Tensor, Te
     like_out = like((batch, heads_v, m), v.dtype, v.device)
     like_new = like(state.shape, state.dtype, state.device)
     strides = [*(s for t in (q, k, v, beta) for s in t.stride()[:2]), *((0, 0) if decay is None else decay.stride())]
-    strides += [*state.stride()[:3], *(state.stride()[:3] if into is not None else (heads_v * e * m, e * m, m))]
+    held = [*state.stride()[:3], *(state.stride()[:3] if into is not None else (heads_v * e * m, e * m, m))]
+    # Sixteen bytes at a time.
+    dense = m % 4 == 0 and held[2] == held[5] == m and all(s % 4 == 0 for s in held)
+    strides += [s // 4 for s in held] if dense else held
     direct = all(t.data_ptr() % 16 == 0 for t in (q, k, v, state)) and max(map(abs, strides)) < 2**31
-    blocks = -(-m // _STEP[padded(e)][0])
-    launch = _step_launch(v.dtype, e, m, heads_v // heads, normalize, decay is not None, direct, q.device.index).kept(
-        (batch * heads_v * blocks, 1), (*strides, heads_v, scale, eps)
-    )
+    block, warps = (_STEP if dense else _STRIDED)[padded(e)]
+    kind = v.dtype, e, m, heads_v // heads, normalize, dense, decay is not None, block, warps
+    grid = batch * heads_v * -(-m // block), 1
+    launch = _step_launch(*kind, direct, q.device.index).kept(grid, (*strides, heads_v, scale, eps))
     inplace = into is not None
 
     def run(
@@ -306,8 +311,8 @@ def _gradient_launch(kernel: Any, variant: Variant, config: Config, launches: La
 
 @cache
 def _step_launch(
-    dtype: torch.dtype, e: int, m: int, group: int, normalize: bool, decays: bool, direct: bool, device: int | None
-) -> Launch:
-    block, warps = _STEP[padded(e)]
+    dtype: torch.dtype, e: int, m: int, group: int, normalize: bool, dense: bool, decays: bool, block: int, warps: int,
+    direct: bool, device: int | None,
+) -> Launch:  # fmt: skip
     shapes = {"E": e, "M": m, "DE": padded(e), "BM": block, "num_warps": warps}
-    return Launch(step_kernel, {**shapes, "GROUP": group, "NORMALIZE": normalize}, direct=direct)
+    return Launch(step_kernel, {**shapes, "GROUP": group, "DENSE": dense, "NORMALIZE": normalize}, direct=direct)
