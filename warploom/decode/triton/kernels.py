@@ -123,6 +123,7 @@ def split_kernel(
     BIAS: tl.constexpr,
     LATENT: tl.constexpr,
     FINAL: tl.constexpr,
+    SINGLE: tl.constexpr,
     ALONE: tl.constexpr,
     UNIT: tl.constexpr,
     SHARED: tl.constexpr,
@@ -134,6 +135,8 @@ def split_kernel(
     Writes parts, the running softmax of each unit: fp32 out (batch, heads_q, T, max_units, head_dim_v), and sums and maxima
     (batch, heads_q, T, max_units, 2); with FINAL (the cache holds a single unit) the result itself. Heads vary fastest over
     programs: the heads of a token are neighbours in memory, and their programs run at once.
+
+    With SINGLE a sequence is one group, and where the keys of all sequences have programs take groups, each writes its result.
 
     With ALONE every split has a loop of its own. Products of 64 rows are by wgmma, and where a branch in their loop reads or
     resets an accumulator, ptxas waits for each product before the next (its note C7515).
@@ -263,6 +266,8 @@ def split_kernel(
         unit_acc, unit_total, unit_top = nothing(M, DV, SLICES)
     # With FINAL there is one unit, and an empty sequence has its result to write too.
     stop = tl.maximum(units, 1) if FINAL else units
+    if SINGLE:
+        stop = tl.maximum(units, gathered.to(tl.int32))
     if FINAL and SHARED:
         stop = tl.where(shared > 0, units, stop)
     # Known a unit at a time, whether it has two halves costs ptxas fewer registers where programs read tables too.
@@ -459,10 +464,10 @@ def split_kernel(
                 acc, total, top = unit_acc, unit_total, unit_top
             part = tl.interleave(acc[0], acc[1]) if PAIRS else acc[0]
             place_of_row = (batch * T + t) * (HEADS_KV * GROUP) + head_q
-            sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK and FINAL else None
+            sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK and (FINAL or SINGLE) else None
             place = row * max_units + at
-            if FINAL and SHARED:
-                if shared == 0:
+            if SINGLE or (FINAL and SHARED):
+                if gathered if SINGLE else shared == 0:
                     _store_result(
                         whole_ptr, whole_lse_ptr, place_of_row, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V
                     )
@@ -549,16 +554,21 @@ def merge_kernel(
     SHARED: tl.constexpr,
     TREE: tl.constexpr,
     FINAL: tl.constexpr,
+    SINGLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Out and lse of DV columns of one row (batch, head, t) from its parts, in order; the sink joins here, once.
 
     With SHARED there is a place for each split, and a group that nobody shared lies in that of its first. With FINAL, as the
-    split kernel had it, rows that share nothing are done already, and a program takes several others.
+    split kernel had it, rows that share nothing are done already, and a program takes several others. With SINGLE all rows may
+    be done.
     """
-    if FINAL:
+    if FINAL or SINGLE:
         rows = 0
-        if most_shared(sequences, prefix_ptr, prefix_keys, capacity, SPLIT, MAX_SPLITS, HALVED) > 0:
+        if SINGLE:
+            grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (heads_q * T), capacity)
+            rows = tl.where(grouped == 0, tl.num_programs(0), 0)
+        elif most_shared(sequences, prefix_ptr, prefix_keys, capacity, SPLIT, MAX_SPLITS, HALVED) > 0:
             rows = sequences * heads_q * T
         for past in range(0, rows - tl.program_id(0), tl.num_programs(0)):
             _merge_row(
