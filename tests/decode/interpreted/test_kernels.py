@@ -241,6 +241,21 @@ def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPa
             assert torch.equal(a[0], b[0]), (seed, capacity, page_size)
 
 
+@pytest.mark.parametrize("window", [(None, 0), (150, 0)])
+def test_bits_do_not_depend_on_how_often_the_table_is_asked(window: tuple[int | None, int]) -> None:
+    """Of wide rows once for 16 keys, where pages have as many; a tile's 64 keys lie in several pages."""
+    seed = random.randrange(2**31)
+    shape: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "head_dim": 128, "dtype": torch.float16}
+    shape["keywords"] = {"window": window}
+    want = run(Case(seed, [600, 70, 0], capacity=640, **shape), "triton")
+    for page_size, keys in ((8, 1), (16, 16), (32, 16), (64, 1)):
+        plan.plan.cache_clear()
+        c = Case(seed, [600, 70, 0], capacity=640, page_size=page_size, **shape)
+        assert launch._plan_of(_args(c.q(), c.cache()))[0].split._constants["STEP"] == keys
+        for one, other in zip(run(c, "triton"), want, strict=True):
+            assert torch.equal(one, other), (seed, page_size)
+
+
 def test_bad_contents_stay_in_bounds() -> None:
     c = Case(random.randrange(2**31), [70, 30], page_size=16)
     cache = c.cache(poison=1.0)

@@ -29,6 +29,7 @@ from warploom.decode.triton.parts import (
     nothing,
     place_of_token,
     product,
+    repeated,
     settle,
     shown,
     splits,
@@ -112,6 +113,7 @@ def split_kernel(
     GROUP_SPLITS: tl.constexpr,
     HALVED: tl.constexpr,
     PAGES: tl.constexpr,
+    STEP: tl.constexpr,
     LEAST: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -161,6 +163,8 @@ def split_kernel(
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     n = tl.arange(0, N)
+    # The keys of a tile of which the table is asked: each stands for STEP keys, which lie in one page.
+    asked = tl.arange(0, N // STEP) * STEP
     d_live = d < (HEAD_DIM_V if LATENT else HEAD_DIM)
     dv_live = dv < HEAD_DIM_V
     # Of PAIRS, see `warploom.decode.triton.pairs`, tiles hold even columns, or odd ones; accumulators come in two.
@@ -250,9 +254,9 @@ def split_kernel(
             nearer = tl.load(table_ptr + (tl.maximum(tl.minimum(other, capacity - 1), 0) >> page_shift))
             page = tl.where(lone, nearer, page)
     elif PAGES == SCATTERED:
-        page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin + n, capacity - 1), 0) >> page_shift))
+        page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin + asked, capacity - 1), 0) >> page_shift))
         if HALVED > 0:
-            nearer = tl.load(table_ptr + (tl.maximum(tl.minimum(other + n, capacity - 1), 0) >> page_shift))
+            nearer = tl.load(table_ptr + (tl.maximum(tl.minimum(other + asked, capacity - 1), 0) >> page_shift))
             page = tl.where(lone, nearer, page)
     if SHARED:  # noqa: SIM102 (a constexpr)
         if shared > 0:  # the first unit begins elsewhere
@@ -261,7 +265,7 @@ def split_kernel(
             if PAGES == TILE_IN_PAGE:
                 page = tl.load(table_ptr + (tl.minimum(begin, capacity - 1) >> page_shift))
             elif PAGES == SCATTERED:
-                page = tl.load(table_ptr + (tl.minimum(begin + n, capacity - 1) >> page_shift))
+                page = tl.load(table_ptr + (tl.minimum(begin + asked, capacity - 1) >> page_shift))
     if not LATENT:
         unit_acc, unit_total, unit_top = nothing(M, DV, SLICES)
     # With FINAL there is one unit, and an empty sequence has its result to write too.
@@ -322,17 +326,20 @@ def split_kernel(
                 vs_offset = far(slot, stride_vsn, NARROW)
             if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
                 inside = clamp(page, 0, pages - 1)
-                inside_rows = inside[:, None] if PAGES == SCATTERED else inside
-                k_offset += far(inside_rows, stride_kb, NARROW) * UNIT_KV
-                v_offset += far(inside_rows, stride_vb, NARROW) * UNIT_KV
+                if STEP > 1:
+                    k_offset += repeated(far(inside, stride_kb, NARROW), STEP)[:, None] * UNIT_KV
+                    v_offset += repeated(far(inside, stride_vb, NARROW), STEP)[:, None] * UNIT_KV
+                else:
+                    inside_rows = inside[:, None] if PAGES == SCATTERED else inside
+                    k_offset += far(inside_rows, stride_kb, NARROW) * UNIT_KV
+                    v_offset += far(inside_rows, stride_vb, NARROW) * UNIT_KV
                 if FP8:
                     ks_offset += far(inside, stride_ksb, NARROW)
                     vs_offset += far(inside, stride_vsb, NARROW)
                 if PAGES == TILE_IN_PAGE:
                     page = tl.load(table_ptr + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
                 else:
-                    ahead = n < end - tile - N if PAIRS else cols + N < end
-                    page = tl.load(table_ptr + ((cols + N) >> page_shift), mask=ahead, other=0)
+                    page = tl.load(table_ptr + ((tile + N + asked) >> page_shift), mask=asked < end - tile - N, other=0)
             if PAIRS:
                 k_even, k_odd = columns(k_ptr, k_offset, live, HEAD_DIM, D, WHOLE)
                 s = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
@@ -446,7 +453,7 @@ def split_kernel(
         if PAGES == TILE_IN_PAGE:
             page = tl.load(table_ptr + (following >> page_shift), mask=following < last, other=0)
         elif PAGES == SCATTERED:
-            page = tl.load(table_ptr + ((following + n) >> page_shift), mask=following + n < last, other=0)
+            page = tl.load(table_ptr + ((following + asked) >> page_shift), mask=following + asked < last, other=0)
         # A latent cache's units are single splits: registers hold no second accumulator of its width.
         if ALONE:
             unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, acc, total, top)

@@ -39,6 +39,10 @@ _SHORT, _FEW = 2048, 120
 _ALIKE = 240
 # Groups from which on sequences that have several are taken by groups: fewer are too few rounds, whose last one is long.
 _MANY = 1000
+# Keys that an entry of a table is read for, where no page has fewer and a thread copies from several rows of so many keys, as
+# of rows of 256 bytes. By an entry a row, head_dim 128 over pages of 16 took 196 registers for 152, of which a multiprocessor
+# holds two programs for three; of rows of 128 bytes 60 instructions a tile less than so.
+_STEP = 16
 # Parts that the merge loads at once, whole groups of them; twice as many where there are more, of few columns each.
 _AHEAD = 16
 # Elements that strides count in where they can: 16 bytes of a dtype of 16 bits, and those of one of 8 bits.
@@ -260,6 +264,11 @@ def _pages(s: Shape, c: Config) -> Any:
     return TILE_IN_PAGE if s.page_size % c.block_n == 0 else SCATTERED
 
 
+def _step(s: Shape, width: int) -> int:
+    """Keys of a tile, scattered over pages, that an entry of the table is read for."""
+    return _STEP if s.page_size % _STEP == 0 and width * s.dtype.itemsize >= 256 and not s.fp8 else 1
+
+
 def _config(s: Shape | DecodeProblem, rows: int) -> Config:
     if s.latent:
         return latent_config(rows, s.dtype.itemsize, s.heads_kv)
@@ -305,6 +314,7 @@ def _constants(
         "DV": width_v,
         "REST": rest,
         "PAGES": pages.value,
+        "STEP": _step(s, width) if pages == SCATTERED else 1,
         "SOFTCAP": s.softcap,
         "TREE": s.tree,
         "TREE_DEPTHS": s.tree_depths,
