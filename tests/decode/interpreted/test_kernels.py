@@ -174,15 +174,44 @@ def test_bits_do_not_depend_on_who_takes_groups(page_size: int | None, monkeypat
     """By the capacity no program, and by the keys of all: from 1,024 on, which the last sequence has or has not."""
     seed = random.randrange(2**31)
     results = []
-    for full, length in ((10**9, 4), (4, 4), (4, 3)):
-        shrink(monkeypatch, full=full)
+    for many, length in ((10**9, 4), (4, 4), (4, 3)):
+        shrink(monkeypatch, _MANY=many)
         plan.plan.cache_clear()
         c = Case(seed, [500, 20, 500, length], queries=2, heads_q=2, heads_kv=1, capacity=512, page_size=page_size)
         p = launch._plan_of(_args(c.q(), c.cache()))[0]
-        assert p.merge is not None and p.grouped == (1024 if full == 4 else 0)
+        assert p.merge is not None and p.grouped == (1024 if many == 4 else 0)
         results.append(run(c, "triton"))
     for out, lse in results[1:]:
         assert torch.equal(out[:3], results[0][0][:3]) and torch.equal(lse[:3], results[0][1][:3]), seed
+
+
+@pytest.mark.parametrize("halved", [0, 128])
+def test_bits_do_not_depend_on_who_takes_whole_sequences(halved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of one group, taken whole by no program, and from seven eighths of the capacity on, or a key less."""
+    seed = random.randrange(2**31)
+    results = []
+    for alike, length in ((10**9, 126), (4, 126), (4, 125)):
+        shrink(monkeypatch, halved=halved, crowd=8, _ALIKE=alike)
+        plan.plan.cache_clear()
+        lengths = [256, 0, 130, *[256] * 12, length]
+        c = Case(seed, lengths, queries=2, heads_q=2, heads_kv=1, sink=True, capacity=256, page_size=16)
+        p = launch._plan_of(_args(c.q(), c.cache()))[0]
+        assert p.merge is not None and p.whole == (alike == 4) and p.grouped == (3584 if alike == 4 else 0)
+        results.append(run(c, "triton"))
+    for out, lse in results[1:]:
+        assert torch.equal(out[:15], results[0][0][:15]) and torch.equal(lse[:15], results[0][1][:15]), seed
+
+
+@pytest.mark.parametrize("batch,programs", [(1, 16), (2, 16), (3, 10), (64, 10), (205, 9)])
+def test_first_programs_walk_two_units(batch: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a sequence's 16 splits, times a key head and the batch, are more than 36: three programs on 12 multiprocessors."""
+    shrink(monkeypatch)
+    monkeypatch.setattr(plan, "_processors", lambda device: 12)
+    monkeypatch.setattr(plan, "_PROGRAMS", 2048)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "plan", lambda shape: plan.plan(shape._replace(device=0)))
+    c = Case(0, [512] * batch, heads_q=2, heads_kv=1, dtype=torch.float16)
+    assert launch._plan_of(_args(c.q(), c.cache()))[0].programs == programs
 
 
 @pytest.mark.parametrize(
@@ -193,7 +222,7 @@ def test_a_stage_more_where_it_saves_a_round(
     processors: int, head_dim: int, pages: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 programs, of which a multiprocessor holds two with it and three without; of middle head dims, not over pages."""
-    shrink(monkeypatch)
+    shrink(monkeypatch, _WALKING=8)
     monkeypatch.setattr(plan, "_processors", lambda device: processors)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "plan", lambda shape: plan.plan(shape._replace(device=0, table_width=pages)))
@@ -210,6 +239,21 @@ def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPa
         crowd = run(Case(seed, [150, 5, 90, 0, 1], queries=2, capacity=capacity, page_size=page_size), "triton")
         for a, b in zip(lone, crowd, strict=True):
             assert torch.equal(a[0], b[0]), (seed, capacity, page_size)
+
+
+@pytest.mark.parametrize("window", [(None, 0), (150, 0)])
+def test_bits_do_not_depend_on_how_often_the_table_is_asked(window: tuple[int | None, int]) -> None:
+    """Of wide rows once for 16 keys, where pages have as many; a tile's 64 keys lie in several pages."""
+    seed = random.randrange(2**31)
+    shape: dict[str, Any] = {"heads_q": 2, "heads_kv": 2, "head_dim": 128, "dtype": torch.float16}
+    shape["keywords"] = {"window": window}
+    want = run(Case(seed, [600, 70, 0], capacity=640, **shape), "triton")
+    for page_size, keys in ((8, 1), (16, 16), (32, 16), (64, 1)):
+        plan.plan.cache_clear()
+        c = Case(seed, [600, 70, 0], capacity=640, page_size=page_size, **shape)
+        assert launch._plan_of(_args(c.q(), c.cache()))[0].split._constants["STEP"] == keys
+        for one, other in zip(run(c, "triton"), want, strict=True):
+            assert torch.equal(one, other), (seed, page_size)
 
 
 def test_bad_contents_stay_in_bounds() -> None:

@@ -29,6 +29,7 @@ from warploom.decode.triton.parts import (
     nothing,
     place_of_token,
     product,
+    repeated,
     settle,
     shown,
     splits,
@@ -112,6 +113,7 @@ def split_kernel(
     GROUP_SPLITS: tl.constexpr,
     HALVED: tl.constexpr,
     PAGES: tl.constexpr,
+    STEP: tl.constexpr,
     LEAST: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -123,6 +125,7 @@ def split_kernel(
     BIAS: tl.constexpr,
     LATENT: tl.constexpr,
     FINAL: tl.constexpr,
+    SINGLE: tl.constexpr,
     ALONE: tl.constexpr,
     UNIT: tl.constexpr,
     SHARED: tl.constexpr,
@@ -134,6 +137,8 @@ def split_kernel(
     Writes parts, the running softmax of each unit: fp32 out (batch, heads_q, T, max_units, head_dim_v), and sums and maxima
     (batch, heads_q, T, max_units, 2); with FINAL (the cache holds a single unit) the result itself. Heads vary fastest over
     programs: the heads of a token are neighbours in memory, and their programs run at once.
+
+    With SINGLE a sequence is one group, and where the keys of all sequences have programs take groups, each writes its result.
 
     With ALONE every split has a loop of its own. Products of 64 rows are by wgmma, and where a branch in their loop reads or
     resets an accumulator, ptxas waits for each product before the next (its note C7515).
@@ -158,6 +163,8 @@ def split_kernel(
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     n = tl.arange(0, N)
+    # The keys of a tile of which the table is asked: each stands for STEP keys, which lie in one page.
+    asked = tl.arange(0, N // STEP) * STEP
     d_live = d < (HEAD_DIM_V if LATENT else HEAD_DIM)
     dv_live = dv < HEAD_DIM_V
     # Of PAIRS, see `warploom.decode.triton.pairs`, tiles hold even columns, or odd ones; accumulators come in two.
@@ -247,9 +254,9 @@ def split_kernel(
             nearer = tl.load(table_ptr + (tl.maximum(tl.minimum(other, capacity - 1), 0) >> page_shift))
             page = tl.where(lone, nearer, page)
     elif PAGES == SCATTERED:
-        page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin + n, capacity - 1), 0) >> page_shift))
+        page = tl.load(table_ptr + (tl.maximum(tl.minimum(begin + asked, capacity - 1), 0) >> page_shift))
         if HALVED > 0:
-            nearer = tl.load(table_ptr + (tl.maximum(tl.minimum(other + n, capacity - 1), 0) >> page_shift))
+            nearer = tl.load(table_ptr + (tl.maximum(tl.minimum(other + asked, capacity - 1), 0) >> page_shift))
             page = tl.where(lone, nearer, page)
     if SHARED:  # noqa: SIM102 (a constexpr)
         if shared > 0:  # the first unit begins elsewhere
@@ -258,11 +265,13 @@ def split_kernel(
             if PAGES == TILE_IN_PAGE:
                 page = tl.load(table_ptr + (tl.minimum(begin, capacity - 1) >> page_shift))
             elif PAGES == SCATTERED:
-                page = tl.load(table_ptr + (tl.minimum(begin + n, capacity - 1) >> page_shift))
+                page = tl.load(table_ptr + (tl.minimum(begin + asked, capacity - 1) >> page_shift))
     if not LATENT:
         unit_acc, unit_total, unit_top = nothing(M, DV, SLICES)
     # With FINAL there is one unit, and an empty sequence has its result to write too.
     stop = tl.maximum(units, 1) if FINAL else units
+    if SINGLE:
+        stop = tl.maximum(units, gathered.to(tl.int32))
     if FINAL and SHARED:
         stop = tl.where(shared > 0, units, stop)
     # Known a unit at a time, whether it has two halves costs ptxas fewer registers where programs read tables too.
@@ -317,17 +326,20 @@ def split_kernel(
                 vs_offset = far(slot, stride_vsn, NARROW)
             if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
                 inside = clamp(page, 0, pages - 1)
-                inside_rows = inside[:, None] if PAGES == SCATTERED else inside
-                k_offset += far(inside_rows, stride_kb, NARROW) * UNIT_KV
-                v_offset += far(inside_rows, stride_vb, NARROW) * UNIT_KV
+                if STEP > 1:
+                    k_offset += repeated(far(inside, stride_kb, NARROW), STEP)[:, None] * UNIT_KV
+                    v_offset += repeated(far(inside, stride_vb, NARROW), STEP)[:, None] * UNIT_KV
+                else:
+                    inside_rows = inside[:, None] if PAGES == SCATTERED else inside
+                    k_offset += far(inside_rows, stride_kb, NARROW) * UNIT_KV
+                    v_offset += far(inside_rows, stride_vb, NARROW) * UNIT_KV
                 if FP8:
                     ks_offset += far(inside, stride_ksb, NARROW)
                     vs_offset += far(inside, stride_vsb, NARROW)
                 if PAGES == TILE_IN_PAGE:
                     page = tl.load(table_ptr + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
                 else:
-                    ahead = n < end - tile - N if PAIRS else cols + N < end
-                    page = tl.load(table_ptr + ((cols + N) >> page_shift), mask=ahead, other=0)
+                    page = tl.load(table_ptr + ((tile + N + asked) >> page_shift), mask=asked < end - tile - N, other=0)
             if PAIRS:
                 k_even, k_odd = columns(k_ptr, k_offset, live, HEAD_DIM, D, WHOLE)
                 s = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q_even, tl.trans(k_even)))
@@ -441,7 +453,7 @@ def split_kernel(
         if PAGES == TILE_IN_PAGE:
             page = tl.load(table_ptr + (following >> page_shift), mask=following < last, other=0)
         elif PAGES == SCATTERED:
-            page = tl.load(table_ptr + ((following + n) >> page_shift), mask=following + n < last, other=0)
+            page = tl.load(table_ptr + ((following + asked) >> page_shift), mask=following + asked < last, other=0)
         # A latent cache's units are single splits: registers hold no second accumulator of its width.
         if ALONE:
             unit_acc, unit_total, unit_top = fold_all(unit_acc, unit_total, unit_top, acc, total, top)
@@ -459,10 +471,10 @@ def split_kernel(
                 acc, total, top = unit_acc, unit_total, unit_top
             part = tl.interleave(acc[0], acc[1]) if PAIRS else acc[0]
             place_of_row = (batch * T + t) * (HEADS_KV * GROUP) + head_q
-            sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK and FINAL else None
+            sink = tl.load(sink_ptr + head_q, mask=row_live, other=0.0) if SINK and (FINAL or SINGLE) else None
             place = row * max_units + at
-            if FINAL and SHARED:
-                if shared == 0:
+            if SINGLE or (FINAL and SHARED):
+                if gathered if SINGLE else shared == 0:
                     _store_result(
                         whole_ptr, whole_lse_ptr, place_of_row, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V
                     )
@@ -549,16 +561,21 @@ def merge_kernel(
     SHARED: tl.constexpr,
     TREE: tl.constexpr,
     FINAL: tl.constexpr,
+    SINGLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Out and lse of DV columns of one row (batch, head, t) from its parts, in order; the sink joins here, once.
 
     With SHARED there is a place for each split, and a group that nobody shared lies in that of its first. With FINAL, as the
-    split kernel had it, rows that share nothing are done already, and a program takes several others.
+    split kernel had it, rows that share nothing are done already, and a program takes several others. With SINGLE all rows may
+    be done.
     """
-    if FINAL:
+    if FINAL or SINGLE:
         rows = 0
-        if most_shared(sequences, prefix_ptr, prefix_keys, capacity, SPLIT, MAX_SPLITS, HALVED) > 0:
+        if SINGLE:
+            grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (heads_q * T), capacity)
+            rows = tl.where(grouped == 0, tl.num_programs(0), 0)
+        elif most_shared(sequences, prefix_ptr, prefix_keys, capacity, SPLIT, MAX_SPLITS, HALVED) > 0:
             rows = sequences * heads_q * T
         for past in range(0, rows - tl.program_id(0), tl.num_programs(0)):
             _merge_row(

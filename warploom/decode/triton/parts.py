@@ -54,6 +54,12 @@ def far(n, stride, NARROW: tl.constexpr):
 
 
 @triton.jit
+def repeated(x, STEP: tl.constexpr):
+    """Each number of a vector STEP times."""
+    return tl.reshape(tl.broadcast_to(x[:, None], (x.shape[0], STEP)), (x.shape[0] * STEP,))
+
+
+@triton.jit
 def place_of_token(
     t, batch, length, table_ptr, slots_ptr, stride_table, stride_slots, stride_slots_t, pages, page_size, capacity
 ):  # fmt: skip

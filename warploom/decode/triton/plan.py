@@ -17,7 +17,9 @@ from warploom.kernels.triton.widths import power_of_two, tile_widths
 from warploom.runtime.triton_launch import Launch
 
 # Programs of one launch beyond which a program walks several units: those that find nothing to do cost time too.
-_PROGRAMS = 2048
+_PROGRAMS = 4096
+# Programs for eight units of a sequence, where all units are more than run at once: the first three walk two units each.
+_WALKING = 5
 # Programs that read what neighbours share: two on each multiprocessor of an H100 or H200, as registers allow. They are there
 # before those of the sequences' own keys, and end at once where nothing is shared.
 _SHARING = 264
@@ -32,6 +34,15 @@ _SHARE = (
 # H200 16 sequences of 1,024 took 29.2 us for 32.4, of 2,048 46.7 for 53.8 (8 key heads), unlike ones to 4,096 117 for 102. FP8
 # was not timed so.
 _SHORT, _FEW = 2048, 120
+# So many groups, of one a sequence, are enough where sequences fill seven eighths of the cache: then programs are of like work.
+# On an H200 32 sequences of 4,096 took 134.4 us for 146.2 (40 heads over 8), but 40 of 100 to 4,000 105.5 for 95.5.
+_ALIKE = 240
+# Groups from which on sequences that have several are taken by groups: fewer are too few rounds, whose last one is long.
+_MANY = 1000
+# Keys that an entry of a table is read for, where no page has fewer and a thread copies from several rows of so many keys, as
+# of rows of 256 bytes. By an entry a row, head_dim 128 over pages of 16 took 196 registers for 152, of which a multiprocessor
+# holds two programs for three; of rows of 128 bytes 60 instructions a tile less than so.
+_STEP = 16
 # Parts that the merge loads at once, whole groups of them; twice as many where there are more, of few columns each.
 _AHEAD = 16
 # Elements that strides count in where they can: 16 bytes of a dtype of 16 bits, and those of one of 8 bits.
@@ -90,7 +101,7 @@ class Plan:
     chunk: int  # neighbours whose rows one program takes of a split that they share, 0 where nothing is shared
     share: Launch | None  # before the split kernel; None where nothing is shared
     share_grid: tuple[int, int]
-    whole: bool  # beside parts, the split kernel writes results of sequences that share nothing
+    whole: bool  # beside parts, the split kernel writes results: of sequences that share nothing, or are one group
 
 
 @lru_cache(maxsize=4096)
@@ -115,8 +126,9 @@ def plan(shape: Shape) -> Plan:
     else:
         units = max(max_splits, -(-min(halves, crowded) // half))
         max_units = max(max_splits, -(-halves // half))
-    programs = min(units, max(_PROGRAMS // pairs, 4))
+    programs = min(_walking(s, c, pairs, units), max(_PROGRAMS // pairs, 4))
     final = max_units == 1
+    single = grouped > 1 and max_splits <= c.group
     chunk = items = 0
     if blocks:
         most = blocks * c.block_m // rows
@@ -125,11 +137,12 @@ def plan(shape: Shape) -> Plan:
         items = s.heads_kv * chunks * max(min(s.capacity // c.split, c.max_splits), halves // half)
         max_units = max(max_splits, -(-halves // half))
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
-    deep = grouped > 0 or _deeper(pairs * programs, c, s)
+    # Where sequences of one group may be taken split by split, three programs a multiprocessor end sooner than two.
+    deep = (grouped > 0 and not single) or _deeper(pairs * programs, c, s)
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
     ahead = _ahead(max_units, merge_dim) // c.group
-    split, merge = _constants(s, c, final, deep, pdl, least, merge_dim, ahead, blocks)
+    split, merge = _constants(s, c, final, single, deep, pdl, least, merge_dim, ahead, blocks)
     rows = s.batch * s.heads_q * s.queries
     direct = s.unit > 1 and not (s.bias and s.bias.wide)
     sharing = {n: split[n] for n in _SHARE if n in split} | {"BLOCKS": blocks, "num_stages": c.stages}
@@ -146,8 +159,20 @@ def plan(shape: Shape) -> Plan:
         chunk=chunk,
         share=Launch(share_kernel, sharing, direct=direct) if blocks else None,
         share_grid=(min(items, _SHARING), 1),
-        whole=final and blocks > 0,
+        whole=single or (final and blocks > 0),
     )
+
+
+def _walking(s: Shape, c: Config, pairs: int, units: int) -> int:
+    """Programs for the units of a sequence, row block and kv head.
+
+    A program alone on a multiprocessor does not keep up with its share of the memory. So the last round of equal programs, 68
+    of 2,048 on an H200, which holds 396, takes half as long as a full one. With programs of two units first fewer are alone at
+    the end.
+    """
+    if c.block_m == 64 or s.latent or s.device is None or pairs * units <= 3 * _processors(s.device):
+        return units
+    return -(-units * _WALKING // 8)
 
 
 def _ahead(units: int, merge_dim: int) -> int:
@@ -169,13 +194,16 @@ def _grouped(s: Shape, c: Config, pairs: int, max_splits: int, reach: int, block
     if max_splits == 1 and c.halved:
         return 1  # both halves of a lone split are one program's, which writes the result
     full = min(c.full, _FEW) if reach <= _SHORT and not s.fp8 else c.full
-    if pairs * -(-max_splits // c.group) < full:
-        return 0
+    groups = pairs * -(-max_splits // c.group)
     # Who decides was not timed with FP8 and tiles of 64 rows.
-    if max_splits <= c.group or c.block_m == 64 or s.fp8 or s.left is not None or blocks:
-        return 1
+    if c.block_m == 64 or s.fp8 or s.left is not None or blocks:
+        return int(groups >= full)
+    if max_splits <= c.group:
+        return 1 if groups >= full else s.batch * reach // 8 * 7 if groups >= _ALIKE else 0
+    if groups < _MANY:
+        return 0
     size = c.split if reach <= c.split * c.max_splits else 2 * c.split
-    return max(full * c.group * size * s.batch // pairs, 2)
+    return max(_MANY * c.group * size * s.batch // pairs, 2)
 
 
 def _deeper(programs: int, c: Config, s: Shape) -> bool:
@@ -236,6 +264,11 @@ def _pages(s: Shape, c: Config) -> Any:
     return TILE_IN_PAGE if s.page_size % c.block_n == 0 else SCATTERED
 
 
+def _step(s: Shape, width: int) -> int:
+    """Keys of a tile, scattered over pages, that an entry of the table is read for."""
+    return _STEP if s.page_size % _STEP == 0 and width * s.dtype.itemsize >= 256 and not s.fp8 else 1
+
+
 def _config(s: Shape | DecodeProblem, rows: int) -> Config:
     if s.latent:
         return latent_config(rows, s.dtype.itemsize, s.heads_kv)
@@ -243,7 +276,7 @@ def _config(s: Shape | DecodeProblem, rows: int) -> Config:
 
 
 def _constants(
-    s: Shape, c: Config, final: bool, deep: bool, pdl: bool, least: bool, merge_dim: int, ahead: int, blocks: int
+    s: Shape, c: Config, final: bool, single: bool, deep: bool, pdl: bool, least: bool, merge_dim: int, ahead: int, blocks: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs and options of the two kernels."""
     pages = _pages(s, c)
@@ -258,6 +291,7 @@ def _constants(
         "LEAST": least,
         "HAS_LEFT": s.left is not None,
         "SINK": s.sink is not None,
+        "SINGLE": single,
         "PDL": pdl,
     }
     if pdl:
@@ -280,6 +314,7 @@ def _constants(
         "DV": width_v,
         "REST": rest,
         "PAGES": pages.value,
+        "STEP": _step(s, width) if pages == SCATTERED else 1,
         "SOFTCAP": s.softcap,
         "TREE": s.tree,
         "TREE_DEPTHS": s.tree_depths,
