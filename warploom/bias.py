@@ -20,6 +20,8 @@ from warploom.runtime import arguments
 __all__ = ["ALiBi", "Bias", "Key", "Relative"]
 
 T5_MAX_DISTANCE = 128  # of transformers' T5 models, where their configuration names none
+KEPT_DISTANCE = 1 << 12  # T5's buckets of up to so many distances either way are kept
+KEPT_INDICES = 64
 
 
 class Resolved(NamedTuple):
@@ -217,9 +219,8 @@ class Relative(Bias):
         """The entry of each distance, from the lowest one."""
         if isinstance(self.buckets, Tensor):
             return self.buckets.long().clamp(0, self.table.shape[1] - 1)
-        lowest = -self.max_distance if self.bidirectional else 0
-        distance = torch.arange(lowest, self.max_distance + 1, device=self.table.device)
-        return t5_buckets(distance, self.table.shape[1], self.max_distance, self.bidirectional)
+        form = self.table.device, self.table.shape[1], self.max_distance, self.bidirectional
+        return _kept_t5_index(*form) if arguments.plain(self.table) else _t5_index(*form)
 
 
 class Key(Bias):
@@ -266,6 +267,33 @@ def t5_buckets(distance: Tensor, buckets: int, max_distance: int, bidirectional:
     share = torch.log(distance.float() / exact) / math.log(max_distance / exact) * (buckets - exact)
     large = exact + share.clamp(min=0).to(torch.int64)
     return first + torch.where(distance < exact, distance, large.clamp(max=buckets - 1))
+
+
+def _t5_index(device: torch.device, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """T5's bucket of each distance, from the lowest one."""
+    distance = torch.arange(-max_distance if bidirectional else 0, max_distance + 1, device=device)
+    return t5_buckets(distance, buckets, max_distance, bidirectional)
+
+
+def _kept_t5_index(*form: Any) -> Tensor:
+    """The same, which depends on no values: computed once. Twenty small kernels in each call took as long as some calls."""
+    found = _t5_indices.get(form)
+    if found is not None:
+        return found
+    with torch.inference_mode(False):  # autograd keeps no inference tensor
+        found = _t5_index(*form)
+    device, _, max_distance, _ = form
+    if max_distance > KEPT_DISTANCE or len(_t5_indices) >= KEPT_INDICES:
+        return found
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return found  # in memory of the graph, and not computed yet
+        torch.cuda.current_stream(device).synchronize()  # other streams may read it
+    _t5_indices[form] = found
+    return found
+
+
+_t5_indices: dict[Any, Tensor] = {}
 
 
 def _shape(t: Tensor) -> str:

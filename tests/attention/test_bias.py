@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import warploom
 from tests.attention.biased import KINDS, biased_results, check, leaf_of, matrix_of
 from tests.attention.harness import Call
+from warploom import bias as biases
 from warploom import masks
 from warploom.attention import cpu
 from warploom.attention.arguments import dense_args, varlen_args
@@ -303,6 +306,40 @@ def test_t5_buckets_are_those_of_transformers(bidirectional: bool) -> None:
     relative = torch.arange(-300, 301)
     want = modeling.T5Attention._relative_position_bucket(relative, bidirectional, 32, 128)
     assert torch.equal(t5_buckets(-relative, 32, 128, bidirectional), want)
+
+
+class Operations(TorchDispatchMode):
+    """The names of those that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_t5_buckets_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each form, in no inference tensor; a very long table's are not kept."""
+    monkeypatch.setattr(biases, "_t5_indices", {})
+    table = torch.randn(4, 32, requires_grad=True)
+    counts = []
+    for _ in range(2):
+        with torch.inference_mode(), Operations() as operations:
+            Relative(table, 100, buckets="t5").resolve(4, torch.float32)
+        counts.append(len(operations.names))
+    assert counts[0] > 15 and counts[1] < 10 and len(biases._t5_indices) == 1
+    values = Relative(table, 100, buckets="t5").resolve(4, torch.float32).values
+    distance = torch.arange(-100, 101)
+    assert torch.equal(values, table[:, t5_buckets(distance, 32, 100, True)])
+    values.sum().backward()
+    one_side = Relative(table, 100, buckets="t5", bidirectional=False).resolve(4, torch.float32).values
+    assert torch.equal(one_side, table[:, t5_buckets(distance[100:], 32, 100, False)])
+    Relative(table, biases.KEPT_DISTANCE + 1, buckets="t5").resolve(4, torch.float32)
+    with FakeTensorMode() as mode:
+        Relative(mode.from_tensor(table), 100, buckets="t5").resolve(4, torch.float32)
+    assert len(biases._t5_indices) == 2
 
 
 def test_relative_tables_have_no_matrix(seed: int) -> None:

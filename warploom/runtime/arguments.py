@@ -50,9 +50,14 @@ def checked() -> bool:
     return on
 
 
+def plain(value: Any) -> bool:
+    """Whether a tensor is torch's own kind, which nothing traces."""
+    return type(value) in _PLAIN and not torch.compiler.is_compiling()
+
+
 def readable(value: Any) -> bool:
     """Whether a tensor's values may be looked at: on the CPU, or anywhere under WARPLOOM_CHECK=1; not while compiling."""
-    if torch.compiler.is_compiling() or type(value) not in _PLAIN:
+    if not plain(value):
         return False
     return value.device.type == "cpu" or (value.device.type != "meta" and checked())
 
