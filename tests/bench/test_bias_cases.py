@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import warploom
-from warploom.bench import bias_bars
+from warploom.bench import bias_bars, encoder
 from warploom.bench.bias import _check
 from warploom.bench.harness import WrongResult
 from warploom.bench.reference import biased_head
@@ -60,3 +60,33 @@ def test_bars_judge_the_worst_case() -> None:
     assert found["torch's efficient kernel over ours"] == 1.2 and found["FlexAttention over ours"] == 2.0
     assert found["1.03 of no bias over ALiBi"] == pytest.approx(0.515)
     assert found["1.05 of no bias's peak memory over T5 buckets'"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("path", encoder.PATHS)
+def test_encoder_is_that_of_t5(path: str) -> None:
+    """Of the same weights, by each who computes its attention."""
+    transformers = pytest.importorskip("transformers")
+    size, device = encoder.QUICK, torch.device("cpu")
+    ours = encoder.model_of(size, path, device)
+    config = transformers.T5Config(
+        vocab_size=size.vocabulary, d_model=size.width, d_kv=size.head_dim, d_ff=size.inner, num_layers=size.layers,
+        num_heads=size.heads, dropout_rate=0.0,
+    )  # fmt: skip
+    theirs = transformers.T5EncoderModel._from_config(config, attn_implementation="eager")
+    named = {"shared": ours.embedding, "encoder.final_layer_norm": ours.norm}
+    for n, layer in enumerate(ours.layers):
+        block = f"encoder.block.{n}.layer"
+        named |= {f"{block}.0.SelfAttention.{name}": getattr(layer, name) for name in "qkvo"}
+        named |= {f"{block}.{i}.layer_norm": layer.norms[i] for i in range(2)}
+        named |= {f"{block}.1.DenseReluDense.wi": layer.wide, f"{block}.1.DenseReluDense.wo": layer.narrow}
+    named["encoder.block.0.layer.0.SelfAttention.relative_attention_bias"] = ours.table
+    weights = {f"{name}.weight": module.weight.detach() for name, module in named.items()}
+    weights["encoder.embed_tokens.weight"] = weights["shared.weight"]
+    theirs.load_state_dict(weights)
+    tokens = torch.randint(1, size.vocabulary, (size.batch, size.seqlen))
+    hidden, gradient = encoder._step(ours, tokens)
+    want = theirs(input_ids=tokens).last_hidden_state
+    want.float().sin().sum().backward()
+    torch.testing.assert_close(hidden, want, atol=2e-5, rtol=2e-5)
+    table = theirs.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+    torch.testing.assert_close(gradient, table.grad, atol=2e-4, rtol=2e-3)
