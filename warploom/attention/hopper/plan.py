@@ -410,8 +410,8 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
     biased = features.bias and dims == (64, 64)
-    if softcap or features.dropout or (tile_m == 80 and (left or features.columns)):  # registers leave no room for more
-        tile_m = 64
+    if softcap or features.dropout or (tile_m == 80 and (left or (features.columns and (varlen or deterministic)))):
+        tile_m = 64  # registers leave no room for more
     # A word of the scheduler's would spill; packed calls of 128 queries a step have not run on a GPU.
     if features.columns and tile_m == 128 and (varlen or (left and not deterministic)):
         tile_m = 64

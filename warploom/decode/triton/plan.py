@@ -34,8 +34,10 @@ _SHARE = (
 # H200 16 sequences of 1,024 took 29.2 us for 32.4, of 2,048 46.7 for 53.8 (8 key heads), unlike ones to 4,096 117 for 102. FP8
 # was not timed so.
 _SHORT, _FEW = 2048, 120
-# So many groups, of one a sequence, are enough where sequences fill seven eighths of the cache: then programs are of like work.
-# On an H200 32 sequences of 4,096 took 134.4 us for 146.2 (40 heads over 8), but 40 of 100 to 4,000 105.5 for 95.5.
+# So many groups, of one a sequence, are enough where sequences fill seven eighths of the cache (programs are of like work), lie
+# in pages, and heads of a key are no power of two: such programs have 200 registers, of which a multiprocessor holds two, so that
+# all run at once. On an H200 32 sequences of 4,096 over pages of 16 took 137.5 us for 149.2 (40 heads over 8), but in rows, whose
+# programs run by three, 157 for 144, and 40 sequences of 100 to 4,000 in rows 105.5 for 95.5.
 _ALIKE = 240
 # Groups from which on sequences that have several are taken by groups: fewer are too few rounds, whose last one is long.
 _MANY = 1000
@@ -199,7 +201,9 @@ def _grouped(s: Shape, c: Config, pairs: int, max_splits: int, reach: int, block
     if c.block_m == 64 or s.fp8 or s.left is not None or blocks:
         return int(groups >= full)
     if max_splits <= c.group:
-        return 1 if groups >= full else s.batch * reach // 8 * 7 if groups >= _ALIKE else 0
+        group = s.heads_q // s.heads_kv
+        alike = s.page_size > 0 and group & (group - 1) > 0 and groups >= _ALIKE
+        return 1 if groups >= full else s.batch * reach // 8 * 7 if alike else 0
     if groups < _MANY:
         return 0
     size = c.split if reach <= c.split * c.max_splits else 2 * c.split
