@@ -202,7 +202,7 @@ def _grouped(s: Shape, c: Config, pairs: int, max_splits: int, reach: int, block
         return int(groups >= full)
     if max_splits <= c.group:
         group = s.heads_q // s.heads_kv
-        alike = s.page_size > 0 and group & (group - 1) > 0 and groups >= _ALIKE
+        alike = s.table_width > 0 and group & (group - 1) > 0 and groups >= _ALIKE
         return 1 if groups >= full else s.batch * reach // 8 * 7 if alike else 0
     if groups < _MANY:
         return 0
