@@ -283,8 +283,8 @@ def _kept_t5_index(*form: Any) -> Tensor:
     with torch.inference_mode(False):  # autograd keeps no inference tensor
         found = _t5_index(*form)
     device, _, max_distance, _ = form
-    if max_distance > KEPT_DISTANCE or len(_t5_indices) >= KEPT_INDICES:
-        return found
+    if max_distance > KEPT_DISTANCE or len(_t5_indices) >= KEPT_INDICES or not arguments.plain(found):
+        return found  # the last of these where a mode such as FakeTensorMode makes tensors of its own
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return found  # in memory of the graph, and not computed yet

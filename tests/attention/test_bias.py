@@ -340,6 +340,9 @@ def test_t5_buckets_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode() as mode:
         Relative(mode.from_tensor(table), 100, buckets="t5").resolve(4, torch.float32)
     assert len(biases._t5_indices) == 2
+    with FakeTensorMode(allow_non_fake_inputs=True):  # whose tensors are not kept beside a table that is none of its own
+        Relative(table, 90, buckets="t5").resolve(4, torch.float32)
+    assert len(biases._t5_indices) == 2
 
 
 def test_relative_tables_have_no_matrix(seed: int) -> None:
