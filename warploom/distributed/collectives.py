@@ -240,7 +240,7 @@ def _by_runs(total: Tensor, part: Tensor, plan: Exchange) -> Tensor:
 
 def sums_of(count: int, own: Sequence[Run], given: Sequence[Run]) -> list[Sum] | None:
     """`Exchange.sums` of ``count`` rows; ``given``: what `Exchange.runs` is."""
-    if len(given) > MOST_SUMS:
+    if len(own) + len(given) > MOST_SUMS:
         return None
     edges = sorted({0, count, *[end for run in (*own, *given) for end in run]})
     found = []
