@@ -296,11 +296,11 @@ def test_one_token_each() -> None:
 
 @pytest.mark.parametrize("kind", ["chunks of each sequence", "slots", "packed"])
 def test_ranges(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a pass is cut."""
+    """However a pass is cut; in ranges of three chunks the first one of four has less."""
     shape: dict[str, Any] = {"batch": 2, "lengths": (200, 0)} if kind != "packed" else {"sequences": (0, 64, 1, 130, 0)}
     case = drawn(tokens=200, state=True, **shape)
-    for wanted in (3, 2, 1):
-        cut = Sizes.of(case.call()[0]).cut(kind == "chunks of each sequence", wanted)
+    sizes, each = Sizes.of(case.call()[0]), kind == "chunks of each sequence"
+    for cut in (*[sizes.cut(each, wanted) for wanted in (3, 2, 1)], sizes.sized(each, 3)):
         monkeypatch.setattr(Sizes, "ranges", lambda sizes, cut=cut: cut)
         check(case)
 
