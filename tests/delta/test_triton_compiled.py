@@ -22,3 +22,12 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         used = resources(compiled(recorded))
         assert used.shared <= SHARED_LIMIT and used.stack == 0 and not used.faults, (name, used)
         assert (used.wgmma > 0) == (name != "step_kernel" and recorded.constants["num_warps"] >= 4), name
+
+
+@pytest.mark.parametrize("e,m", [(64, 64), (256, 20), (128, 30), (256, 30)])
+def test_steps(e: int, m: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Of other dims, and of states whose rows are no multiple of sixteen bytes apart."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (step,) = [recorded for recorded in launches(e, m) if recorded.kernel.__name__ == "step_kernel"]
+    used = resources(compiled(step))
+    assert step.constants["DENSE"] == (m % 4 == 0) and used.stack == 0 and not used.faults, used
