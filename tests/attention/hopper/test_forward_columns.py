@@ -158,12 +158,16 @@ def test_tiles_and_bits(name: str, kind: str, built: Built) -> None:
     assert all(dense[m * span : seqlen_q, n * variant.tile_n :][:span, : variant.tile_n].all() for m, n in plain)
 
 
-def test_more_lists_than_one_look_finds(built: Built) -> None:
-    """Past 32 lists of 32 key tiles: the words of a list that waits for the next one are kept while others are looked at."""
+@pytest.mark.parametrize("counts", [(150, 100, 20), (20, 100, 150), (20, 100, 20)])
+def test_more_lists_than_one_look_finds(counts: tuple[int, ...], built: Built) -> None:
+    """Past 32 lists of 32 key tiles: the words of a list that waits for the next one are kept while others are looked at.
+
+    The last list, the first one or both have tiles that only some warpgroups see; in the last case one sees none at all.
+    """
     variant, traced, seed = CORE["head_dim 64"], built.traced("head_dim 64"), random.randrange(2**32)
     print(f"seed {seed}")
     seqlen_q, seqlen_k = 150, (32 * 32 + 6) * variant.tile_n
-    shown = {2: seqlen_q, 40: 100, 1029: 20}  # queries that see a key tile, from the first on: of lists 0, 1 and 32
+    shown = dict(zip((2, 40, 1029), counts, strict=True))  # queries that see a key tile, from the first on: of lists 0, 1, 32
     lts = torch.zeros(1, 1, seqlen_k, dtype=torch.int32)
     for n, past in shown.items():
         lts[..., n * variant.tile_n : (n + 1) * variant.tile_n] = past
