@@ -175,7 +175,7 @@ class BackwardConfig:
     dtype: str
     head_dim: int
     head_dim_v: int
-    tile_m: int  # queries a step: 64, or 80 or 128 where registers allow
+    tile_m: int  # queries a step: 64, or 128 where registers allow
     right: bool = False
     left: bool = False
     softcap: bool = False
