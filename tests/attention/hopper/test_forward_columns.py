@@ -32,6 +32,7 @@ BF16 = torch.bfloat16
 CORE = {
     "head_dim 128, causal": config(Features(BF16, 128, 128, right=True, columns=True), long=True),
     "head_dim 64": config(Features(BF16, 64, 64, columns=True), long=True),
+    "head_dim 64, window, sink": config(Features(BF16, 64, 64, right=True, left=True, columns=True, sink=True), long=True),
     "head_dim 256, window, softcap, sink": config(
         Features(BF16, 256, 256, right=True, left=True, columns=True, softcap=True, sink=True), long=True
     ),
@@ -155,6 +156,28 @@ def test_tiles_and_bits(name: str, kind: str, built: Built) -> None:
                 if m * span + row < seqlen_q:
                     assert [words[i] >> c & 1 for c in range(columns)] == part[row, mine].int().tolist(), (m, n, row)
     assert all(dense[m * span : seqlen_q, n * variant.tile_n :][:span, : variant.tile_n].all() for m, n in plain)
+
+
+@pytest.mark.parametrize("counts", [(150, 100, 20), (20, 100, 150), (20, 100, 20)])
+def test_more_lists_than_one_look_finds(counts: tuple[int, ...], built: Built) -> None:
+    """Past 32 lists of 32 key tiles: the words of a list that waits for the next one are kept while others are looked at.
+
+    The last list, the first one or both have tiles that only some warpgroups see; in the last case one sees none at all.
+    """
+    variant, traced, seed = CORE["head_dim 64"], built.traced("head_dim 64"), random.randrange(2**32)
+    print(f"seed {seed}")
+    seqlen_q, seqlen_k = 150, (32 * 32 + 6) * variant.tile_n
+    shown = dict(zip((2, 40, 1029), counts, strict=True))  # queries that see a key tile, from the first on: of lists 0, 1, 32
+    lts = torch.zeros(1, 1, seqlen_k, dtype=torch.int32)
+    for n, past in shown.items():
+        lts[..., n * variant.tile_n : (n + 1) * variant.tile_n] = past
+    launch = forward(traced, variant, seqlen_q, seqlen_k, 1, mask=ResolvedMask(None, None, lts, None, None, None))
+    machine = Watching(traced.kernel, launch, seed)
+    machine.watch(variant)
+    machine.run()
+    assert sorted(multiplied(machine)) == sorted(
+        ((row, head), n * variant.tile_n) for n, past in shown.items() for row in range(0, past, 64) for head in range(2)
+    )
 
 
 def _of(listed: set[tuple[int, int]], m: int) -> list[int]:

@@ -45,7 +45,10 @@ FULL_HOUSE = {
             BF16, 256, 256, right=True, left=True, columns=True, varlen=True, used=True, softcap=True, sink=True, dropout=True
         ),
         long=True,
-    )
+    ),
+    "head_dim 64, window, sink, used": config(
+        Features(BF16, 64, 64, right=True, left=True, columns=True, varlen=True, used=True, sink=True), long=True
+    ),
 }
 RAGGED = 1 << 24  # rows of the tensor map's packed sequences, of which each is the end
 HEADS, OUT, LSE = 2, 4 << 32, 5 << 32  # addresses of the results

@@ -96,6 +96,19 @@ def test_several_lists_of_tiles(name: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
+def test_more_lists_than_one_look_finds(dim: int) -> None:
+    """More than 32 lists of 32 key tiles, most of them hidden, against Triton."""
+    n = 140000
+    q, k, v = drawn(1, n, 2, 1, dim)
+    block = torch.arange(n, device="cuda", dtype=torch.int32) // 64
+    mask = ColumnMask(torch.where(block % 100 == 0, block // 100 % 7 * 50, 0).int())  # rows of 300 that see a key
+    out, lse = attend(q[:, :300], k, v, mask, return_lse=True)
+    want, want_lse = warploom.attention(q[:, :300], k, v, mask=mask, backend="triton", return_lse=True)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out, want, rtol=3e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_columns_that_no_row_sees(bad: float, dim: int) -> None:
     n = 777

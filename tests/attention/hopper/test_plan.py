@@ -240,6 +240,18 @@ def test_backward_of_column_masks_where_registers_suffice(dims: tuple[int, int],
         assert takes_columns(features._replace(varlen=True)) == (taken and max(dims) <= 128), asked
 
 
+def test_queries_of_a_masked_backward_step() -> None:
+    """At head_dim 128 those of a dense one, but packed, deterministic or limited on the left, where registers are short."""
+
+    def queries(**flags: Any) -> int:
+        return plan.backward_config(Features(torch.bfloat16, 128, 128, **flags), False).tile_m
+
+    assert queries() == queries(columns=True) == queries(columns=True, right=True) == queries(columns=True, dlse=True) == 80
+    assert queries(varlen=True) == queries(deterministic=True) == 80
+    for flag in ("varlen", "deterministic", "left"):
+        assert queries(columns=True, right=True, **{flag: True}) == 64
+
+
 def test_missing_module_is_refused_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("WARPLOOM_CACHE", str(tmp_path))
     monkeypatch.setattr(modules, "cannot_build", lambda: "the CuTe DSL is not installed")

@@ -116,7 +116,7 @@ class OwnConsumers(ColumnConsumers):
         q_phase = Int32(0)
         k_stage, k_phase = Int32(0), Int32(0)
         lists = Int32(0)
-        m_block, head, batch, base, visible, own, whole, more, q_start, seqlen_q = self.next_own_list(
+        m_block, head, batch, _, visible, own, whole, more, q_start, seqlen_q = self.next_own_list(
             shared, 0, 0, group, dense_seqlen_q
         )
         while head >= 0:
@@ -129,7 +129,6 @@ class OwnConsumers(ColumnConsumers):
                     top = highest_bit(visible)
                     if pending != WAITS and ((own >> top) & 1) != 0:
                         visible = visible ^ (Int32(1) << top)
-                        self.note_tile(work, base + top)
                         cute.arch.mbarrier_wait(shared.q_full + group, q_phase)
                         self.first_of_run(work, k_stage, k_phase, (whole >> top) & 1, (visible & own) | more, pending)
                         pending = Int32(WAITS)
@@ -140,14 +139,10 @@ class OwnConsumers(ColumnConsumers):
                     run = cute.arch.popc(above)
                     last = choose(((visible & own) | more) == 0, run - 1, -1)
                     for i in cutlass.range(run, unroll=1):
-                        if const_expr(self.notes_tiles):
-                            self.note_tile(work, base + highest_bit(above))
-                            above = above ^ (Int32(1) << highest_bit(above))
                         k_stage, k_phase = self.step(work, i, last, k_stage, k_phase, False)
                     if visible != 0:
                         visible = visible ^ (Int32(1) << bit)
                         if ((own >> bit) & 1) != 0:
-                            self.note_tile(work, base + bit)
                             k_stage, k_phase = self.step(work, (visible & own) | more, 0, k_stage, k_phase, True)
                         else:
                             if pending == WAITS:
@@ -158,7 +153,7 @@ class OwnConsumers(ColumnConsumers):
                 if more != 0:
                     lists = next_in_ring(lists, self.tile_stages)
                     stage, phase = place_in_ring(lists, self.tile_stages)
-                    _, _, _, base, visible, own, whole, more, _, _ = self.next_own_list(
+                    _, _, _, _, visible, own, whole, more, _, _ = self.next_own_list(
                         shared, stage, phase, group, dense_seqlen_q
                     )
             if pending == WAITS:
@@ -171,7 +166,7 @@ class OwnConsumers(ColumnConsumers):
             self.epilogue(work, out, lse, sink, batch, places, q_start, seqlen_q, sequences)
             lists = next_in_ring(lists, self.tile_stages)
             stage, phase = place_in_ring(lists, self.tile_stages)
-            m_block, head, batch, base, visible, own, whole, more, q_start, seqlen_q = self.next_own_list(
+            m_block, head, batch, _, visible, own, whole, more, q_start, seqlen_q = self.next_own_list(
                 shared, stage, phase, group, dense_seqlen_q
             )
 

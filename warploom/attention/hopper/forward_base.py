@@ -49,7 +49,7 @@ class ForwardShared(Fields):
     tiles: Any  # (word, stage)
     mask_full: Any  # under a column mask
     mask_empty: Any
-    masks: Any  # a word for each (stage, row, quarter of a quad's columns)
+    masks: Any  # a word for each (owner, stage, row, quarter of a quad's columns)
     scratch: Any  # an address that nothing is ever stored at
     q: Any  # (row, head_dim, warpgroup and stage)
     loads_q: Any  # the same as TMA fills it

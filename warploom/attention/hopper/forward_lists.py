@@ -52,8 +52,8 @@ class Lists(ForwardBase):
             while left_over > 0:
                 # The lists whose columns do not all hide all rows: of 32 at one look.
                 some = first // 32 + cutlass.max(left_over - 32, 0)
-                own = cutlass.min(some + lane, lists - 1)
-                seeing = (lane < left_over) & ~self.list_hidden(bounds, mask, own, blocks, top, past)
+                number = cutlass.min(some + lane, lists - 1)
+                seeing = (lane < left_over) & ~self.list_hidden(bounds, mask, number, blocks, top, past)
                 seeing = cute.arch.vote_ballot_sync(seeing)
                 left_over -= 32
                 while seeing != 0:
