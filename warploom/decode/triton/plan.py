@@ -35,9 +35,9 @@ _SHARE = (
 # was not timed so.
 _SHORT, _FEW = 2048, 120
 # So many groups, of one a sequence, are enough where sequences fill seven eighths of the cache (programs are of like work), lie
-# in small pages, and heads of a key are no power of two: such programs have 200 registers, two are on a multiprocessor, and all run
-# at once. On an H200 32 sequences of 4,096 over pages of 16 took 137.5 us for 149.2 (40 heads over 8), but in rows, where three
-# run, 157 for 144, and 40 sequences of 100 to 4,000 in rows 105.5 for 95.5.
+# in small pages, and heads of a key are no power of two: such programs have 200 registers, two are on a multiprocessor, and
+# all run at once. On an H200 32 sequences of 4,096 over pages of 16 took 137.5 us for 149.2 (40 heads over 8), but in rows,
+# where three run, 157 for 144, and 40 sequences of 100 to 4,000 in rows 105.5 for 95.5.
 _ALIKE = 240
 # Groups from which on sequences that have several are taken by groups: fewer are too few rounds, whose last one is long.
 _MANY = 1000
@@ -202,7 +202,7 @@ def _grouped(s: Shape, c: Config, pairs: int, max_splits: int, reach: int, block
         return int(groups >= full)
     if max_splits <= c.group:
         group = s.heads_q // s.heads_kv
-        alike = 0 < s.table_width and s.page_size <= 2 * _STEP and group & (group - 1) > 0 and groups >= _ALIKE
+        alike = s.table_width > 0 and s.page_size <= 2 * _STEP and group & (group - 1) > 0 and groups >= _ALIKE
         return 1 if groups >= full else s.batch * reach // 8 * 7 if alike else 0
     if groups < _MANY:
         return 0
