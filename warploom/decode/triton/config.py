@@ -22,7 +22,7 @@ class Config:
     warps: int
     stages: int
     group: int = 8  # splits that one program may take whole: fewer parts to store and merge
-    full: int = 400  # groups of a launch from which on programs take whole ones
+    full: int = 400  # groups of a launch from which on programs take whole ones, where no lengths decide (see `plan`)
     halved: int = 0  # keys of a sequence up to which its splits are halved; a multiple of the split
     crowd: int = 0  # splits of a launch from which on a program takes both halves of one
 
