@@ -29,24 +29,24 @@ class Choice:
         method: gather, heads or ring.
         reason: in words.
         refused: (method, why) of those that cannot take the call.
-        costs: (method, bytes a rank waits for in a forward pass, and in a backward pass, 0 where no gradients are wanted) of
-            those that can, as the model has them.
-        backward: whether gradients are wanted.
+        costs: (method, bytes a rank waits for in a forward pass) of those that can, as the model has them.
         calls: of attention on this rank, forward: (queries, keys, mask, implementation).
+        backward_costs: the same of a backward pass; empty where no gradients are wanted.
     """
 
     method: str
     reason: str
     refused: tuple[tuple[str, str], ...] = ()
-    costs: tuple[tuple[str, int, int], ...] = ()
+    costs: tuple[tuple[str, int], ...] = ()
     calls: tuple[tuple[int, int, str, str], ...] = ()
-    backward: bool = False
+    backward_costs: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
         lines = [f"method    {self.method}: {self.reason}"]
-        for method, forward, backward in self.costs:
-            more = f" forward and {backward / 2**20:.3g} MiB backward" if self.backward else ""
-            lines.append(f"cost      {method}: {forward / 2**20:.3g} MiB{more} that nothing hides")
+        back = dict(self.backward_costs)
+        for method, size in self.costs:
+            more = f" forward and {back[method] / 2**20:.3g} MiB backward" if back else ""
+            lines.append(f"cost      {method}: {size / 2**20:.3g} MiB{more} that nothing hides")
         lines += [f"refused   {method}: {why}" for method, why in self.refused]
         lines += [f"call      {m} queries, {n} keys, {mask}: {name}" for m, n, mask, name in self.calls]
         return "\n".join(lines)
@@ -94,13 +94,16 @@ def choose(asked: str, sharded: Sharded, args: AttentionArgs, backward: bool) ->
     if ranks == 1:
         return Choice("gather", "one rank, which has everything")
     models = {"gather": _gather, "heads": _heads, "ring": _ring}
-    costs = []
+    costs, back = {}, {}
     for method in METHODS:
         if why[method] is None:
-            there, back = models[method](sharded, args)
-            costs.append((method, int(there), int(back) if backward else 0))
-    method, *_ = min(costs, key=lambda each: each[1] + each[2])
-    return Choice(method, "leaves least to wait for, as the model below has it", refused, tuple(costs), backward=backward)
+            there, again = models[method](sharded, args)
+            costs[method] = int(there)
+            if backward:
+                back[method] = int(again)
+    method = min(costs, key=lambda each: costs[each] + back.get(each, 0))
+    reason = "leaves least to wait for, as the model below has it"
+    return Choice(method, reason, refused, tuple(costs.items()), backward_costs=tuple(back.items()))
 
 
 def _gather(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:

@@ -323,6 +323,7 @@ def test_pieces_of_cut_blocks_add_up(name: str, heads: int, built: Built) -> Non
 def test_heads_go_abreast_or_one_after_the_other(kind: str, built: Built) -> None:
     """The latter where neighbours do not come to one tile at one time; the last tile first."""
     name, seqlen_q, blocks = "head_dim 128", 660, 5
+    step = COLUMNS[name].tile_m
     first, end = torch.arange(blocks).repeat_interleave(128), torch.full((blocks * 128,), seqlen_q)
     hidden = {"together": (end, end), "sliding": (100 * first + 160, end), "two runs": (64 * first + 130, 64 * first + 390)}
     lts, lte = hidden[kind]
@@ -332,8 +333,8 @@ def test_heads_go_abreast_or_one_after_the_other(kind: str, built: Built) -> Non
     for n in range(blocks):
         rows = [
             row
-            for row in reversed(range(0, seqlen_q, 64))
-            if tiles.classify_row_block(wide, edges, row, min(row + 64, seqlen_q), None, None, seqlen_q, blocks * 128)[0, 0, n]
+            for row in reversed(range(0, seqlen_q, step))
+            if tiles.classify_row_block(wide, edges, row, min(row + step, seqlen_q), None, None, seqlen_q, 128 * blocks)[0, 0, n]
             != tiles.HIDDEN
         ]
         if kind == "together" or (kind == "sliding" and n in (0, blocks - 1)):
