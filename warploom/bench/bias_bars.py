@@ -53,7 +53,7 @@ def _stats(rows: Sequence[Row]) -> list[Bar]:
 def _encoder(rows: Sequence[Row]) -> list[Bar]:
     return [
         ("eager over ours", 1.5, _over(rows, "eager", "warploom")),
-        ("transformers' sdpa over ours", 1.15, _over(rows, "sdpa", "warploom")),
+        ("sdpa over ours", 1.15, _over(rows, "sdpa", "warploom")),
     ]
 
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import warploom
 from warploom.bench.harness import Call, Case, Comparison
 from warploom.bench.reference import distance
-from warploom.bias import Relative, t5_buckets
+from warploom.bias import T5_MAX_DISTANCE, Relative, t5_buckets
 
 # Distances from the same model in fp32, over the norm, from which what leaves it, and its table's gradient, are wrong: about
 # three times what bf16 shows in all twelve layers, 0.009 and 0.05.
 FURTHEST, FURTHEST_TABLE = 3e-2, 0.15
 SEED = 7
-BUCKETS, MAX_DISTANCE = 32, 128
+BUCKETS = 32
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ class Encoder(nn.Module):
     def bias(self, seqlen: int) -> Tensor | Relative:
         """A matrix of all heads, as transformers makes it; or the table that it is read from."""
         if self.path == TABLE:
-            return Relative(self.table.weight.t(), MAX_DISTANCE, buckets="t5")
+            return Relative(self.table.weight.t(), T5_MAX_DISTANCE, buckets="t5")
         position = torch.arange(seqlen, device=self.table.weight.device)
-        buckets = t5_buckets(position[:, None] - position, BUCKETS, MAX_DISTANCE, True)
+        buckets = t5_buckets(position[:, None] - position, BUCKETS, T5_MAX_DISTANCE, True)
         found: Tensor = self.table(buckets).permute(2, 0, 1)[None]
         return found
 

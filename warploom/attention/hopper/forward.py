@@ -20,8 +20,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.attention.hopper.forward_apart import OwnConsumers, OwnMasks
+from warploom.attention.hopper.forward_apart import OwnConsumers
 from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardShared
+from warploom.attention.hopper.forward_columns import ColumnProducer
 from warploom.attention.hopper.forward_pages import PagedProducer
 from warploom.attention.hopper.forward_shares import PagedScheduler
 from warploom.kernels.cute.basics import WARP
@@ -43,7 +44,7 @@ COLUMN_REGISTERS = {2: (224, 56), 3: (160, 32)}
 LOADER, SCHEDULER, MASKS = 0, 1, 2
 
 
-class HopperForward(PagedProducer, PagedScheduler, OwnMasks, OwnConsumers):
+class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers):
     """softmax(scale · q kᵀ + band) v for one configuration; ``__call__`` is what gets compiled."""
 
     @cute.jit
@@ -297,10 +298,7 @@ class HopperForward(PagedProducer, PagedScheduler, OwnMasks, OwnConsumers):
                 else:
                     self.schedule_lists(k.shape[0], lse.shape, shared, columns, counter, left, right, section)
             if warp >= MASKS:
-                if const_expr(self.owners > 1):
-                    self.make_own_masks(warp - MASKS, k.shape, lse.shape, shared, columns, left, right)
-                else:
-                    self.make_masks(warp - MASKS, k.shape, lse.shape, shared, columns, left, right)
+                self.make_masks(warp - MASKS, k.shape, lse.shape, shared, columns, left, right)
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1

@@ -10,93 +10,15 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Int32, const_expr
 
-from warploom.attention.hopper.forward_base import (
-    BASE,
-    BATCH,
-    EDGE,
-    HEAD,
-    K_START,
-    MASK_STAGES,
-    QUERIES,
-    SEQLEN_K,
-    SEQLEN_Q,
-    WHOLE,
-)
-from warploom.attention.hopper.forward_columns import ColumnConsumers, ColumnProducer, MaskedRows
+from warploom.attention.hopper.forward_columns import ColumnConsumers
 from warploom.kernels.cute.basics import WARPGROUP, choose
-from warploom.kernels.cute.columns import mask_row
 from warploom.kernels.cute.instructions import highest_bit, shifted
 from warploom.kernels.cute.rings import next_in_ring, place_in_ring, release
-from warploom.kernels.cute.wgmma import gemm
 
 # Whether P of a key tile waits for its PV: none was seen yet, one waits, or the last one's is done as tiles went by.
 NONE, WAITS, DONE = 0, 1, 2
-RING_BITS = 4  # of a warpgroup's ring of masks, as ``next_in_ring`` counts, in a word of all
-
-
-class OwnMasks(ColumnProducer):
-    """Of the producer's warps those that make masks: ``make_own_masks``."""
-
-    @cute.jit
-    def make_own_masks(self, part, k_shape, lse_shape, shared, columns, left, right):
-        """As ``make_masks``, of each warpgroup's partial tiles."""
-        heads = lse_shape[0] if const_expr(self.config.varlen) else lse_shape[1]
-        lists, masks = Int32(0), Int32(0)
-        values, edges = Int32(0), Int32(0)  # stage of V, and a bit for the phase of each stage's ``v_landed``
-        _, head, _, _, visible, _, _, _ = self.see_list(shared, 0, 0)
-        while head >= 0:
-            words = shared.tiles[None, place_in_ring(lists, self.tile_stages)[0]]
-            while visible != 0:
-                bit = highest_bit(visible)
-                visible = visible ^ (Int32(1) << bit)
-                if ((words[WHOLE] >> bit) & 1) == 0:
-                    start = Int64(mask_row(words[BATCH], words[HEAD], heads, columns.bounds))
-                    if const_expr(self.config.varlen):
-                        start = start * (k_shape[3] - 1) + words[K_START]
-                        seqlen_q, seqlen_k = words[SEQLEN_Q], words[SEQLEN_K]
-                    else:
-                        start = start * k_shape[0]
-                        seqlen_q, seqlen_k = lse_shape[2], k_shape[0]
-                    rows = MaskedRows(
-                        columns=columns,
-                        start=start,
-                        top=words[QUERIES] * self.tile_m,
-                        seqlen_q=seqlen_q,
-                        seqlen_k=seqlen_k,
-                        left=left,
-                        right=right,
-                    )
-                    tile = (words[BASE] + bit) * self.tile_n
-                    for g in cutlass.range(self.owners, unroll=1):
-                        partial = words[self.own_at + g] & ~words[self.own_at + self.owners + g]
-                        if ((partial >> bit) & 1) != 0:
-                            number = (masks >> (RING_BITS * g)) & ((1 << RING_BITS) - 1)
-                            stage, phase = place_in_ring(number, MASK_STAGES)
-                            place = g * MASK_STAGES + stage
-                            cute.arch.mbarrier_wait(shared.mask_empty + place, phase ^ 1)
-                            self.make_own_mask(part, rows, g, tile, shared.masks + place * (4 * self.mask_rows))
-                            cute.arch.mbarrier_arrive(shared.mask_full + place)
-                            masks += (next_in_ring(number, MASK_STAGES) - number) << (RING_BITS * g)
-                    if part == 0 and ((words[EDGE] >> bit) & 1) != 0:
-                        cute.arch.mbarrier_wait(shared.v_landed + values, (edges >> values) & 1)
-                        edges = edges ^ (Int32(1) << values)
-                        self.clear_values(rows, tile, shared.v[None, None, values])
-                        cute.arch.sync_warp()
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(shared.v_full + values)
-                values = choose(values + 1 == self.stages, 0, values + 1)
-            self.leave_list(shared, place_in_ring(lists, self.tile_stages)[0])
-            lists = next_in_ring(lists, self.tile_stages)
-            stage, phase = place_in_ring(lists, self.tile_stages)
-            _, head, _, _, visible, _, _, _ = self.see_list(shared, stage, phase)
-
-    @cute.jit
-    def make_own_mask(self, part, rows, group, tile, target):
-        """As ``make_mask``, of a warpgroup's rows."""
-        self.make_mask(part, rows.but(top=rows.top + group * self.mask_rows), tile, target)
 
 
 class OwnConsumers(ColumnConsumers):
@@ -173,20 +95,7 @@ class OwnConsumers(ColumnConsumers):
     @cute.jit
     def first_of_run(self, work, stage, phase, full, others, pending):
         """The first key tile, or the first one behind others that went by: no PV is to be done before it."""
-        shared = work.shared
-        cute.arch.mbarrier_wait(shared.k_full + stage, phase)
-        self.wait_ping_pong(work.group)
-        gemm(work.mma_qk, work.acc_s, work.q, work.k, False, stage)
-        self.pass_ping_pong(work.group)
-        self.while_scoring(work, 0)
-        work.mask_words.fill(-1)
-        if full == 0:
-            self.take_mask(work)
-        warpgroup.wait_group(0)
-        release(shared.k_empty + stage)
-        if others == 0:
-            release(shared.q_empty + work.group)
-        self.softmax(work, 0, True)
+        self.score_first(work, stage, phase, full, others)
         if pending == NONE:
             self.keep_scale(work)
         self.pack(work, 0)

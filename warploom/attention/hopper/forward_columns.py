@@ -51,6 +51,8 @@ from warploom.kernels.cute.rings import advance, expect, next_in_ring, place_in_
 from warploom.kernels.cute.tiles import load_tile
 from warploom.kernels.cute.wgmma import gemm
 
+RING_BITS = 4  # of a warpgroup's ring of masks, as ``next_in_ring`` counts, in a word of all
+
 
 class MaskedRows(Fields):
     """What the masks of a query tile are made from."""
@@ -198,11 +200,10 @@ class ColumnProducer(Producer):
                         right=right,
                     )
                     tile = (words[BASE] + bit) * self.tile_n
-                    stage, phase = place_in_ring(masks, MASK_STAGES)
-                    cute.arch.mbarrier_wait(shared.mask_empty + stage, phase ^ 1)
-                    self.make_mask(part, rows, tile, shared.masks + stage * (4 * self.mask_rows))
-                    cute.arch.mbarrier_arrive(shared.mask_full + stage)
-                    masks = next_in_ring(masks, MASK_STAGES)
+                    if const_expr(self.owners > 1):
+                        masks = self.put_own_masks(part, rows, words, bit, tile, shared, masks)
+                    else:
+                        masks = self.put_mask(part, rows, tile, shared, masks, 0)
                     if part == 0 and ((words[EDGE] >> bit) & 1) != 0:
                         cute.arch.mbarrier_wait(shared.v_landed + values, (edges >> values) & 1)
                         edges = edges ^ (Int32(1) << values)
@@ -215,6 +216,27 @@ class ColumnProducer(Producer):
             lists = next_in_ring(lists, self.tile_stages)
             stage, phase = place_in_ring(lists, self.tile_stages)
             _, head, _, _, visible, _, _, _ = self.see_list(shared, stage, phase)
+
+    @cute.jit
+    def put_mask(self, part, rows, tile, shared, number, owner):
+        """Make the mask of an owner's rows in its ring; the number of the next one."""
+        stage, phase = place_in_ring(number, MASK_STAGES)
+        place = owner * MASK_STAGES + stage
+        cute.arch.mbarrier_wait(shared.mask_empty + place, phase ^ 1)
+        own = rows.but(top=rows.top + owner * self.mask_rows)
+        self.make_mask(part, own, tile, shared.masks + place * (4 * self.mask_rows))
+        cute.arch.mbarrier_arrive(shared.mask_full + place)
+        return next_in_ring(number, MASK_STAGES)
+
+    @cute.jit
+    def put_own_masks(self, part, rows, words, bit, tile, shared, masks):
+        """As ``put_mask``, of each warpgroup that a tile is partial for; a word has the numbers of all."""
+        for g in cutlass.range(self.owners, unroll=1):
+            partial = words[self.own_at + g] & ~words[self.own_at + self.owners + g]
+            if ((partial >> bit) & 1) != 0:
+                number = (masks >> (RING_BITS * g)) & ((1 << RING_BITS) - 1)
+                masks += (self.put_mask(part, rows, tile, shared, number, g) - number) << (RING_BITS * g)
+        return masks
 
     @cute.jit
     def hidden(self, rows, column):
@@ -330,6 +352,13 @@ class ColumnConsumers(Consumers):
     @cute.jit
     def first_of_list(self, work, stage, phase, full, others):
         """The first visible key tile, with no PV before it."""
+        self.score_first(work, stage, phase, full, others)
+        self.keep_scale(work)
+        self.pack(work, 0)
+
+    @cute.jit
+    def score_first(self, work, stage, phase, full, others):
+        """Scores and exponentials of a key tile that no PV is under way beside."""
         shared = work.shared
         cute.arch.mbarrier_wait(shared.k_full + stage, phase)
         self.wait_ping_pong(work.group)
@@ -344,5 +373,3 @@ class ColumnConsumers(Consumers):
         if others == 0:
             release(shared.q_empty + work.group)
         self.softmax(work, 0, True)
-        self.keep_scale(work)
-        self.pack(work, 0)

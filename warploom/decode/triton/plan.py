@@ -203,7 +203,9 @@ def _grouped(s: Shape, c: Config, pairs: int, max_splits: int, reach: int, block
     if max_splits <= c.group:
         group = s.heads_q // s.heads_kv
         alike = s.table_width > 0 and s.page_size <= 2 * _STEP and group & (group - 1) > 0 and groups >= _ALIKE
-        return 1 if groups >= full else s.batch * reach // 8 * 7 if alike else 0
+        if groups >= full:
+            return 1
+        return s.batch * reach // 8 * 7 if alike else 0
     if groups < _MANY:
         return 0
     size = c.split if reach <= c.split * c.max_splits else 2 * c.split
