@@ -64,10 +64,10 @@ def refusal(method: str, ranks: int, heads_q: int, heads_kv: int, dropout: bool)
 def choose(asked: str, sharded: Sharded, args: AttentionArgs) -> Choice:
     """The method of a call: as the plan says, or the one that leaves least to wait for.
 
-    The cost is a model, in bytes that a rank receives and no kernel hides, of a forward and a backward pass: gather waits for its
-    first group of heads, and in the backward pass for the last one's gradients; heads for everything, which it also sorts; ring
-    for nothing but pays for merging what each rank's keys give. Both passes count whether or not a call wants gradients, which
-    ranks may differ in: they would wait for each other in two methods.
+    The cost is a model, in bytes that a rank receives and no kernel hides, of a forward and a backward pass: gather waits for
+    its first group of heads, and in the backward pass for the last one's gradients; heads for everything, which it also sorts;
+    ring for nothing but pays for merging what each rank's keys give. Both passes count whether or not a call wants gradients:
+    ranks may differ in that, and would wait for each other in two methods.
 
     Args:
         args: the call of this rank; its mask is ``sharded``.
