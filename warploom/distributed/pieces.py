@@ -208,9 +208,10 @@ def _cut(whole: Whole, rows: Run, keys: Run) -> ResolvedMask | None:
     off = b + whole.seqlen_k - whole.seqlen_q - d
     left, right, *vectors = whole.mask
     left, right = None if left is None else left - off, None if right is None else right + off
-    # A side of the band that the corners of this call do not reach hides nothing: its kernel need not know of it.
+    # A side of the band that the corners of this call do not reach hides nothing: its kernel need not know of it. Beside a left
+    # one that does, though, it would be another kernel than that of the whole call, and a rarer one.
     left = None if left is not None and left >= d - c - 1 else left
-    right = None if right is not None and right >= b - a - 1 else right
+    right = None if left is None and right is not None and right >= b - a - 1 else right
     cut = [None if t is None else t[..., c:d].clamp(a, b) - a for t in vectors]
     mask = finish(ResolvedMask(left, right, *cut))
     if any([t is not None for t in mask.vectors]) and not bool(visible_per_column(mask, b - a, d - c, "cpu").any()):
