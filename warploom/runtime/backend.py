@@ -42,9 +42,9 @@ class Backend(Protocol):
         return ""
 
     def tiles(self, args: Any) -> tuple[tuple[int, int], int] | None:
-        """Queries × keys of the tiles in which a forward pass computes or skips, and how many keys it skips at once; None: no tiles.
+        """Queries × keys that a forward pass computes or skips together, and how many keys it skips at once, for explain().
 
-        For explain().
+        None: it has no tiles.
         """
         return None
 
