@@ -9,8 +9,8 @@ import torch
 
 from warploom import distributed, masks
 from warploom.bench.masks import document_lengths
-from warploom.distributed import gather
-from warploom.distributed.choice import Choice
+from warploom.distributed import gather, ring
+from warploom.distributed.choice import _AGAIN, Choice
 from warploom.distributed.plan import planned
 
 ROWS = 8192
@@ -69,3 +69,11 @@ def test_both_passes_decide_between_methods() -> None:
     assert forward["gather"] < forward["heads"] and backward["gather"] > backward["heads"]
     assert choice.method == explained(12, 48, 48, True, {}, {"causal": True}).method == "heads"
     assert "MiB forward and " in str(choice) and "MiB backward that nothing hides" in str(choice)
+
+
+def test_ring_pays_for_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = 4, 64, 8, True, {}, {"causal": True}
+    eight = costs(*call)["ring"]
+    monkeypatch.setattr(ring, "LEAST_BACKWARD", 2**40)
+    one = costs(*call)["ring"]
+    assert eight[0] == one[0] and eight[1] - one[1] == pytest.approx(7 * 4 * _AGAIN)
