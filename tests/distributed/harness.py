@@ -15,7 +15,7 @@ from torch import Tensor
 from warploom import distributed, masks
 from warploom.attention import philox
 from warploom.attention.judge import judge, low_precision
-from warploom.distributed import collectives, gather
+from warploom.distributed import collectives, gather, ring
 from warploom.distributed.plan import planned
 
 
@@ -50,7 +50,8 @@ class Sharded:
         limits["HIDDEN"] = rng.choice([0, gather.HIDDEN])
         limits["KEPT"] = rng.choice([0, 2**40])
         sums = rng.choice([0, collectives.MOST_SUMS])
-        with patch.multiple(gather, **limits), patch.object(collectives, "MOST_SUMS", sums):
+        least = {"LEAST_FORWARD": rng.choice([0, ring.LEAST_FORWARD]), "LEAST_BACKWARD": rng.choice([0, ring.LEAST_BACKWARD])}
+        with patch.multiple(gather, **limits), patch.object(collectives, "MOST_SUMS", sums), patch.multiple(ring, **least):
             return self._check()
 
     def _check(self) -> distributed.ShardPlan:

@@ -1,4 +1,4 @@
-"""What auto counts: bytes that a forward pass waits for, and a backward pass where gradients are wanted."""
+"""What auto counts: bytes that a forward and a backward pass wait for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from warploom import distributed, masks
 from warploom.bench.masks import document_lengths
-from warploom.distributed import gather
-from warploom.distributed.choice import Choice
+from warploom.distributed import gather, ring
+from warploom.distributed.choice import _AGAIN, Choice
 from warploom.distributed.plan import planned
 
 ROWS = 8192
@@ -29,14 +29,13 @@ def explained(
 def costs(*call: Any) -> dict[str, tuple[int, int]]:
     choice = explained(*call)
     back = dict(choice.backward_costs)
-    return {method: (forward, back.get(method, 0)) for method, forward in choice.costs}
+    return {method: (forward, back[method]) for method, forward in choice.costs}
 
 
-def test_the_backward_pass_counts_where_gradients_are_wanted() -> None:
-    call = (4, 16, 4), ({}, {"causal": True})
-    alone, both = (costs(*call[0], gradients, *call[1]) for gradients in (False, True))
-    assert {method: forward for method, (forward, _) in alone.items()} == {name: forward for name, (forward, _) in both.items()}
-    assert all(backward == 0 for _, backward in alone.values()) and all(backward > 0 for _, backward in both.values())
+def test_the_backward_pass_counts_whether_or_not_gradients_are_wanted() -> None:
+    """A rank that wants none must not choose otherwise than one that does."""
+    alone, both = (costs(4, 16, 4, gradients, {}, {"causal": True}) for gradients in (False, True))
+    assert alone == both and all(backward > 0 for _, backward in both.values())
     # Three ranks' keys and values are sent again, for the rank that sees all of them, and as many gradients come back.
     assert both["gather"][1] == 2 * 3 * ROWS * 4 * 256 * 2
 
@@ -57,15 +56,24 @@ def test_two_groups_wait_for_half_of_the_heads_and_copy_dq(monkeypatch: pytest.M
 
 def test_what_packed_documents_hide_costs_nothing() -> None:
     mask = {"mask": masks.Document(document_lengths(4 * ROWS))}
-    assert costs(4, 64, 8, False, {}, mask)["gather"] == (0, 0)
-    assert costs(4, 64, 8, True, {}, mask)["gather"][1] > 0
+    forward, backward = costs(4, 64, 8, False, {}, mask)["gather"]
+    assert forward == 0 and backward > 0
     ordered = costs(4, 64, 8, False, {"deterministic": True}, mask)["gather"]  # all keys, by an all-gather
     assert ordered[0] > 0
 
 
-def test_gradients_decide_between_methods() -> None:
+def test_both_passes_decide_between_methods() -> None:
     """Twelve ranks' keys of as many heads as queries have: gather waits for a quarter of them, then for two more."""
-    found = [explained(12, 48, 48, gradients, {}, {"causal": True}) for gradients in (False, True)]
-    assert [choice.method for choice in found] == ["gather", "heads"]
-    assert [" backward " in str(choice) for choice in found] == [False, True]
-    assert "MiB that nothing hides" in str(found[0]) and "MiB backward that nothing hides" in str(found[1])
+    choice = explained(12, 48, 48, False, {}, {"causal": True})
+    forward, backward = dict(choice.costs), dict(choice.backward_costs)
+    assert forward["gather"] < forward["heads"] and backward["gather"] > backward["heads"]
+    assert choice.method == explained(12, 48, 48, True, {}, {"causal": True}).method == "heads"
+    assert "MiB forward and " in str(choice) and "MiB backward that nothing hides" in str(choice)
+
+
+def test_ring_pays_for_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = 4, 64, 8, True, {}, {"causal": True}
+    eight = costs(*call)["ring"]
+    monkeypatch.setattr(ring, "LEAST_BACKWARD", 2**40)
+    one = costs(*call)["ring"]
+    assert eight[0] == one[0] and eight[1] - one[1] == pytest.approx(7 * 4 * _AGAIN)

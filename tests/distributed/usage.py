@@ -126,6 +126,41 @@ def checkpointed(rank: int, world: int, seed: int) -> None:
     assert torch.equal(*gradients)
 
 
+@case("gradients that one rank wants and another does not", 2)
+def gradients_of_some(rank: int, world: int, seed: int) -> None:
+    """A known kind of call is not compared again, so that no rank may choose, or compare, by what it alone wants.
+
+    The models are those of a call that gather would be best for without gradients.
+    """
+    whole = seeded(seed, 1, 40, 2, 8)
+    want = warploom.attention(whole, whole, whole, causal=True)
+    models = {"_gather": lambda *_: (0.0, 9.0), "_heads": lambda *_: (1.0, 1.0), "_ring": lambda *_: (4.0, 4.0)}
+    with patch.multiple("warploom.distributed.choice", **models):
+        for seen in ((), (False,), (True,), (False, True)):
+            plan = distributed.shard_plan(40, None, causal=True)
+            part = plan.shard(whole, 1)
+
+            def call(wanted: bool, plan: distributed.ShardPlan = plan, part: Tensor = part) -> tuple[Tensor, Tensor]:
+                leaf = part.clone().requires_grad_(wanted)
+                out = distributed.attention(leaf, leaf, leaf, plan=plan, causal=True)
+                assert isinstance(out, Tensor) and out.requires_grad == wanted
+                return out, leaf
+
+            for wanted in seen:
+                call(wanted)
+            if seen:
+                for one in (0, 1):
+                    out, _ = call(rank == one)
+                    torch.testing.assert_close(plan.unshard(out.detach(), 1), want)
+                assert len(plan.kept) == 1
+            else:
+                with pytest.raises(ValueError, match="whether gradients are wanted differs"):
+                    call(rank == 0)
+            out, leaf = call(True)
+            assert distributed.explain(leaf, leaf, leaf, plan=plan, causal=True).method == "heads"
+            assert torch.autograd.grad(out.sum(), leaf)[0].shape == leaf.shape
+
+
 @case("torch.compile around a call", 2)
 def compiled(rank: int, world: int, seed: int) -> None:
     plan = distributed.shard_plan(40, None, causal=True)

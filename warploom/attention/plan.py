@@ -26,6 +26,7 @@ def plan_of(
     chosen, reason, refused = choice(problem, backend, "attention")
     found = dispatch.find(chosen)
     tile, at_once = found.tiles(args) or (None, 0)
+    loaded = None if tile is None else found.loaded_tile(args)
     counts, skipped = (None, None)
     whole = problem.layout == "dense" and not problem.q_offset and not found.packs(problem)
     if tile is not None and whole and problem.seqlen_q and problem.seqlen_k:
@@ -43,6 +44,7 @@ def plan_of(
         backward_tiles=backward,
         tiles=counts,
         skipped=skipped,
+        loaded_tile=None if loaded == tile else loaded,
         refused=refused,
         stats=names,
         stats_implementation=measuring,

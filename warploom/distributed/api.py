@@ -138,7 +138,7 @@ def explain(
     args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, dropout_seed, deterministic, batch_invariant))
     sharded = _sharded(plan, _whole(plan, mask, causal, window), args.q.device)
     backward = _wants_gradients(args)
-    choice = choose(plan.method, sharded, args, backward)
+    choice = choose(plan.method, sharded, args)
     if choice.method == "ring":
         pieces = [piece for step in range(plan.ranks) for piece in sharded.against((plan.rank - step) % plan.ranks)]
     elif choice.method == "gather":
@@ -176,22 +176,19 @@ def _prepared(
         whole_mask = resolved(mask, causal, window, plan.seqlen_q, plan.seqlen_k, plan.starts is not None)
         vectors = tuple([None if t is None else _identity(t) for t in whole_mask.vectors])
         backward = _wants_gradients(args)
+        # Without whether gradients are wanted, which one rank may want and another not: what is sent must not depend on it.
         kind = (
             *(args.q.shape[0], args.q.shape[2:], args.k.shape[2:], args.v.shape[3], args.q.dtype, args.q.device),
             *(args.scale, args.softcap, args.sink is None, args.dropout_p, args.deterministic, args.batch_invariant, backend),
-            *(whole_mask.left, whole_mask.right, vectors, backward),
+            *(whole_mask.left, whole_mask.right, vectors),
         )
         found = plan.kept.get(kind)
         if found is None:
             here, heads = _on(whole_mask, args.q.device), (args.q.shape[2], args.k.shape[2])
             check_columns(here, args.q.shape[0], *heads, plan.seqlen_k, args.q)
-            other = plan.kept.get((*kind[:-1], not backward))
-            if other is None:
-                whole = Whole.of(whole_mask, plan.seqlen_q, plan.seqlen_k, plan.starts)
-                sharded = _sharded(plan, whole, args.q.device)
-            else:
-                sharded = other[0]
-            choice = choose(plan.method, sharded, args, backward)
+            whole = Whole.of(whole_mask, plan.seqlen_q, plan.seqlen_k, plan.starts)
+            sharded = _sharded(plan, whole, args.q.device)
+            choice = choose(plan.method, sharded, args)
         else:
             sharded, choice, _, _, _ = found
     except (TypeError, ValueError) as raised:

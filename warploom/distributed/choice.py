@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from warploom.attention.problem import AttentionArgs
-from warploom.distributed import gather
+from warploom.distributed import gather, ring
 from warploom.distributed.layout import Run
 from warploom.distributed.pieces import Sharded
 
@@ -19,6 +19,9 @@ _MEMORY = 1 / 8
 _SORTED = 6
 # Bytes that ring moves for each element of out that it merges, and of dq that it adds up.
 _MERGED, _ADDED = 18, 12
+# Bytes that could be on their way in the time that ring loses backward to a step of each group of heads past the first: 0.9 ms,
+# of documents and causal calls in 8 groups on two H200.
+_AGAIN = 0.9e-3 * gather.LINK
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Choice:
         refused: (method, why) of those that cannot take the call.
         costs: (method, bytes a rank waits for in a forward pass) of those that can, as the model has them.
         calls: of attention on this rank, forward: (queries, keys, mask, implementation).
-        backward_costs: the same of a backward pass; empty where no gradients are wanted.
+        backward_costs: the same of a backward pass.
     """
 
     method: str
@@ -45,8 +48,8 @@ class Choice:
         lines = [f"method    {self.method}: {self.reason}"]
         back = dict(self.backward_costs)
         for method, size in self.costs:
-            more = f" forward and {back[method] / 2**20:.3g} MiB backward" if back else ""
-            lines.append(f"cost      {method}: {size / 2**20:.3g} MiB{more} that nothing hides")
+            both = f"{size / 2**20:.3g} MiB forward and {back[method] / 2**20:.3g} MiB backward"
+            lines.append(f"cost      {method}: {both} that nothing hides")
         lines += [f"refused   {method}: {why}" for method, why in self.refused]
         lines += [f"call      {m} queries, {n} keys, {mask}: {name}" for m, n, mask, name in self.calls]
         return "\n".join(lines)
@@ -61,16 +64,16 @@ def refusal(method: str, ranks: int, heads_q: int, heads_kv: int, dropout: bool)
     return None
 
 
-def choose(asked: str, sharded: Sharded, args: AttentionArgs, backward: bool) -> Choice:
+def choose(asked: str, sharded: Sharded, args: AttentionArgs) -> Choice:
     """The method of a call: as the plan says, or the one that leaves least to wait for.
 
-    The cost is a model, in bytes that a rank receives and no kernel hides, of the forward pass and, where gradients are wanted,
-    of the backward pass: gather waits for its first group of heads, and in the backward pass for the last one's gradients;
-    heads for everything, which it also sorts; ring for nothing but pays for merging what each rank's keys give.
+    The cost is a model, in bytes that a rank receives and no kernel hides, of a forward and a backward pass: gather waits for
+    its first group of heads, and in the backward pass for the last one's gradients; heads for everything, which it also sorts;
+    ring for nothing but pays for merging what each rank's keys give. Both passes count whether or not a call wants gradients:
+    ranks may differ in that, and would wait for each other in two methods.
 
     Args:
         args: the call of this rank; its mask is ``sharded``.
-        backward: whether gradients are wanted.
 
     Raises:
         ValueError: the method that the plan names cannot take the call, or no method can.
@@ -97,11 +100,8 @@ def choose(asked: str, sharded: Sharded, args: AttentionArgs, backward: bool) ->
     costs, back = {}, {}
     for method in METHODS:
         if why[method] is None:
-            there, again = models[method](sharded, args)
-            costs[method] = int(there)
-            if backward:
-                back[method] = int(again)
-    method = min(costs, key=lambda each: costs[each] + back.get(each, 0))
+            costs[method], back[method] = map(int, models[method](sharded, args))
+    method = min(costs, key=lambda each: costs[each] + back[each])
     reason = "leaves least to wait for, as the model below has it"
     return Choice(method, reason, refused, tuple(costs.items()), backward_costs=tuple(back.items()))
 
@@ -145,4 +145,5 @@ def _ring(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
     blocks = max(sum(bool(sharded.needed(reader, source)) for source in ranks) for reader in ranks)
     rows = blocks * sharded.queries.longest * q.shape[0] * q.shape[2] * _MEMORY
     last = sharded.keys.longest * q.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) * 4  # gradients of keys are in fp32
-    return rows * v.shape[3] * _MERGED, rows * q.shape[3] * _ADDED + last
+    groups = ring.group_count(sharded.queries.longest, q, k.shape[2], q.shape[3], ring.LEAST_BACKWARD)
+    return rows * v.shape[3] * _MERGED, rows * q.shape[3] * _ADDED + last + (groups - 1) * len(ranks) * _AGAIN

@@ -311,26 +311,21 @@ def exchange(group: Any, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequ
 
 
 class Passing(Pending):
-    """Tensors sent to one rank, in the dtype of ``like``, while others come from another; either may be none."""
+    """Contiguous tensors sent to one rank, while others of a dtype come from another; either may be none."""
 
     def __init__(
-        self, group: Any, sent: Sequence[Tensor], to: int, shapes: Sequence[tuple[int, ...]], source: int, like: Tensor
+        self, group: Any, sent: Sequence[Tensor], to: int, shapes: Sequence[tuple[int, ...]], source: int, dtype: torch.dtype
     ) -> None:
-        self._shapes = shapes
-        self._found = like.new_empty(sum(map(prod, shapes)))
-        works, buffers = [], []
-        if sent and sum(t.numel() for t in sent):
-            buffers.append(like.new_empty(sum(t.numel() for t in sent)))
-            torch.cat([t.flatten() for t in sent], out=buffers[0])
-            works.append(dist.P2POp(dist.isend, buffers[0], group=group, group_peer=to))
-        if self._found.numel():
-            works.append(dist.P2POp(dist.irecv, self._found, group=group, group_peer=source))
-        super().__init__(dist.batch_isend_irecv(works) if works else [], *buffers)
+        self._found = [sent[0].new_empty(shape, dtype=dtype) for shape in shapes]
+        works = [dist.P2POp(dist.isend, t, group=group, group_peer=to) for t in sent if t.numel()]
+        works += [dist.P2POp(dist.irecv, t, group=group, group_peer=source) for t in self._found if t.numel()]
+        super().__init__(dist.batch_isend_irecv(works) if works else [], *sent)
 
     def result(self) -> list[Tensor]:
+        """What came, once: it lives as long as the caller's."""
         self.wait()
-        parts = self._found.split(list(map(prod, self._shapes)))
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        found, self._found = self._found, []
+        return found
 
 
 def _padded(t: Tensor, length: int) -> Tensor:

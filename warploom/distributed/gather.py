@@ -169,7 +169,7 @@ def backward(
     """The gradients of this rank's q, k and v, in their dtypes or wider; those of k and v are summed in fp32 or wider."""
     if keys.apart:
         keys = _joined(call.sharded.exchange, keys)
-    dq, dk, dv = _Heads(q.shape[2]), *[_Heads(keys_heads(keys)) for _ in range(2)]
+    dq, dk, dv = local.Heads(q.shape[2]), *[local.Heads(keys_heads(keys)) for _ in range(2)]
     pending: list[tuple[slice, Scattering | Returning]] = []
 
     def finish() -> None:
@@ -205,27 +205,6 @@ def backward(
     _by_groups(call, q, keys, pieces_of(call.sharded, call.run.args, None), compute, backward=True)
     finish()
     return dq.whole, dk.whole, dv.whole
-
-
-class _Heads:
-    """A gradient of all ``heads``, which come in groups: one group is not copied."""
-
-    whole: Tensor
-
-    def __init__(self, heads: int) -> None:
-        self._heads = heads
-
-    def put(self, heads: slice, part: Tensor, dtype: torch.dtype) -> None:
-        if part.shape[2] == self._heads:
-            self.whole = part
-            return
-        if heads.start == 0:
-            batch, rows, _, head_dim = part.shape
-            self.whole = part.new_empty((batch, rows, self._heads, head_dim), dtype=dtype)
-        room = self.whole[:, :, heads]
-        if part.dtype == dtype:
-            room, part = in_words(room, part)
-        room.copy_(part)
 
 
 def keys_heads(keys: Keys) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from warploom.attention.ops import attention_op
 from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.distributed.collectives import in_words
 from warploom.distributed.pieces import Piece
 from warploom.runtime import dispatch
 from warploom.runtime.alignment import is_aligned
@@ -50,46 +51,44 @@ def write(
 def forward(
     run: Run, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, pieces: Sequence[Piece]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows of q, their out in q's dtype and their lse against the keys of each piece."""
+    """Rows of q, their out in q's dtype and their lse against the keys of each piece; these live as long as the caller's."""
     for piece in pieces:
-        batch, _, heads, _ = q.shape
-        count = piece.rows[1] - piece.rows[0]
-        lse = torch.empty((batch, heads, count), dtype=wide(q), device=q.device)
-        into = q.new_empty((batch, count, heads, v.shape[-1])), lse
-        _write(run, (q, k, v), sink, piece, into)
-        yield slice(*piece.rows), *into
+        yield slice(*piece.rows), *_write(run, (q, k, v), sink, piece, None)
 
 
 def _write(
-    run: Run, tensors: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, piece: Piece, into: tuple[Tensor, Tensor]
-) -> None:
-    """Write a piece's out and lse."""
+    run: Run, tensors: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, piece: Piece, into: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Write a piece's out and lse, or make them."""
     given = _cut(*tensors, piece)
-    key = _key("forward", run, piece, (*given, *into), sink)
+    key = _key("forward", run, piece, (*given, *(into or (None, None))), sink)
     kept = run.launchers.get(key)
     if kept is not None and dispatch.settled(key) is not None:
         launch, behind = kept
-        launch(*given, sink, *behind, into=into)
-        return
+        found = launch(*given, sink, *behind, into=into)
+        return found if into is None else into
     args, backend = _call(run, given, sink, piece, key)
     first = 0 if piece.among is None else piece.among[0]
-    own = slice(first, first + into[0].shape[1])
+    own = slice(first, first + piece.rows[1] - piece.rows[0])
     found = attention_op.forward(*args)
-    _copy(found if piece.sequences is None else [t[None] for t in found], own, into)
+    found = _own(found if piece.sequences is None else [t[None] for t in found], own, into)
 
     def make() -> Callable[..., Any] | None:
         launch = backend.bind(args)
-        direct = piece.among is None and backend.writes_into(args) and is_aligned(into[0])
+        direct = piece.among is None and backend.writes_into(args) and (into is None or is_aligned(into[0]))
         if launch is not None and piece.sequences is not None:
             launch = partial(_launch_packed, launch, direct)
         return launch if direct or launch is None else partial(_launch_and_copy, launch, own)
 
     _keep(run.launchers, key, args, make)
+    return found
 
 
-def _launch_and_copy(launch: Callable[..., Any], own: slice, *tensors: Tensor | None, into: tuple[Tensor, Tensor]) -> None:
+def _launch_and_copy(
+    launch: Callable[..., Any], own: slice, *tensors: Tensor | None, into: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
     """As a launch that takes ``into``."""
-    _copy(launch(*tensors), own, into)
+    return _own(launch(*tensors), own, into)
 
 
 def _launch_packed(
@@ -106,9 +105,14 @@ def _launch_packed(
     return [t[None] for t in launch(q[0], k[0], v[0], *others, **room)]
 
 
-def _copy(found: Sequence[Tensor], own: slice, into: tuple[Tensor, Tensor]) -> None:
-    into[0].copy_(found[0][:, own])
-    into[1].copy_(found[1][:, :, own])
+def _own(found: Sequence[Tensor], own: slice, into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """A piece's own rows of out and lse, in ``into`` if given."""
+    some = found[0][:, own], found[1][:, :, own]
+    if into is None:
+        return some
+    for room, t in zip(into, some, strict=True):
+        room.copy_(t)
+    return into
 
 
 def backward(
@@ -125,14 +129,18 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the pieces add to dq, dk and dv, given out and lse of all keys, a sink included; dq is added to ``total``, if given.
 
-    dk and dv are sums in fp32 (fp64 for fp64), and so is dq where two pieces may share a row; else it has q's dtype, and with
-    one piece of all rows and keys all three have the tensors' own.
+    dk and dv are sums in fp32 (fp64 for fp64), and so is dq where two pieces may share a row; else it has q's dtype. One piece
+    of all keys gives dk and dv in their own dtypes.
     """
     given, upstream = (q, k, v), (dout, dlse, out, lse)
     runs = [piece.rows for piece in pieces]
-    if len(pieces) == 1 and pieces[0].among is None and (runs[0], pieces[0].keys) == ((0, q.shape[1]), (0, k.shape[1])):
-        of_q, *of_keys = _gradients(run, given, upstream, pieces[0])
-        return of_q if total is None else total.add_(of_q), of_keys[0], of_keys[1]
+    if len(pieces) == 1 and pieces[0].among is None and pieces[0].keys == (0, k.shape[1]):
+        if total is not None:
+            of_q, *of_keys = _gradients(run, given, upstream, pieces[0])
+            total[:, slice(*runs[0])] += of_q
+            return total, of_keys[0], of_keys[1]
+        if runs[0] == (0, q.shape[1]):
+            return _gradients(run, given, upstream, pieces[0])
     apart = total is None and _apart(runs)
     dq = total
     if dq is None:
@@ -150,6 +158,7 @@ def backward(
                 whole[:, keys] = part
             else:
                 whole[:, keys] += part
+        del of_q, of_keys, part  # before the next piece has its own
     return dq, dk, dv
 
 
@@ -232,6 +241,27 @@ def _call(
         dispatch.settle(key, chosen, "attention", run.backend is not None, problem)
     backend = dispatch.find(chosen)
     return backend.prepare(args)._replace(backend=chosen), backend
+
+
+class Heads:
+    """A tensor (batch, rows, heads, ·) of all ``heads``, which come in groups in their order: one group is not copied."""
+
+    whole: Tensor
+
+    def __init__(self, heads: int) -> None:
+        self._heads = heads
+
+    def put(self, heads: slice, part: Tensor, dtype: torch.dtype) -> None:
+        if part.shape[2] == self._heads:
+            self.whole = part
+            return
+        if heads.start == 0:
+            batch, rows, _, head_dim = part.shape
+            self.whole = part.new_empty((batch, rows, self._heads, head_dim), dtype=dtype)
+        room = self.whole[:, :, heads]
+        if part.dtype == dtype:
+            room, part = in_words(room, part)
+        room.copy_(part)
 
 
 class Merged:

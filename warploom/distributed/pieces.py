@@ -208,9 +208,10 @@ def _cut(whole: Whole, rows: Run, keys: Run) -> ResolvedMask | None:
     off = b + whole.seqlen_k - whole.seqlen_q - d
     left, right, *vectors = whole.mask
     left, right = None if left is None else left - off, None if right is None else right + off
-    # A side of the band that the corners of this call do not reach hides nothing: its kernel need not know of it.
+    # A side of the band that the corners of this call do not reach hides nothing: its kernel need not know of it. Beside a left
+    # one that does, though, it would be another kernel than that of the whole call, and a rarer one.
     left = None if left is not None and left >= d - c - 1 else left
-    right = None if right is not None and right >= b - a - 1 else right
+    right = None if left is None and right is not None and right >= b - a - 1 else right
     cut = [None if t is None else t[..., c:d].clamp(a, b) - a for t in vectors]
     mask = finish(ResolvedMask(left, right, *cut))
     if any([t is not None for t in mask.vectors]) and not bool(visible_per_column(mask, b - a, d - c, "cpu").any()):
@@ -229,6 +230,7 @@ class Sharded:
         self._seen: dict[int, Tensor] = {}
         self._needed: dict[tuple[int, int], tuple[Run, ...]] = {}
         self._rows: dict[int, Tensor] = {}
+        self._runs: dict[int, list[Run]] = {}
         self.launchers: dict[Hashable, Any] = {}  # of its pieces, as `local.Run` has them
         self.kept: dict[str, Any] = {}  # what others work out of it once
 
@@ -254,15 +256,15 @@ class Sharded:
     def exchange(self) -> Exchange:
         """Which keys go where for ``exchanged``."""
         ranks = range(len(self.keys.counts))
-        given = [self._held(reader) if reader != self.rank else [] for reader in ranks]
+        given = [self.held(reader) if reader != self.rank else [] for reader in ranks]
         rows, runs = [self.rows(reader) for reader in self.others], [run for runs in given for run in runs]
         return Exchange(
             runs,
             torch.cat(rows) if rows else self.rows(self.rank)[:0],
             [length_of(runs) for runs in given],
             [length_of(self.needed(self.rank, source)) if source != self.rank else 0 for source in ranks],
-            self._held(self.rank),
-            sums_of(self.keys.counts[self.rank], self._held(self.rank), runs),
+            self.held(self.rank),
+            sums_of(self.keys.counts[self.rank], self.held(self.rank), runs),
             self.most_taken == 0,
         )
 
@@ -270,10 +272,12 @@ class Sharded:
     def others(self) -> list[int]:
         return [rank for rank in range(len(self.keys.counts)) if rank != self.rank]
 
-    def _held(self, reader: int) -> list[Run]:
+    def held(self, reader: int) -> list[Run]:
         """Runs of this rank's keys that ``reader`` sees something of, as it holds them."""
-        before = self.keys.before(self.rank)
-        return list(joined([(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)]))
+        if reader not in self._runs:
+            before = self.keys.before(self.rank)
+            self._runs[reader] = list(joined([(int(before[a]), int(before[b])) for a, b in self.needed(reader, self.rank)]))
+        return self._runs[reader]
 
     @cached_property
     def most_taken(self) -> int:
@@ -314,7 +318,7 @@ class Sharded:
     def rows(self, reader: int) -> Tensor:
         """Where among this rank's keys those lie that ``reader`` sees something of: int64, on the device."""
         if reader not in self._rows:
-            runs = [torch.arange(a, b) for a, b in self._held(reader)]
+            runs = [torch.arange(a, b) for a, b in self.held(reader)]
             self._rows[reader] = torch.cat(runs or [torch.arange(0)]).to(self.device)
         return self._rows[reader]
 

@@ -2,79 +2,185 @@
 
 Ring attention (arXiv 2310.01889) with the exchange of step t between ranks t apart instead of a chain of neighbours: what a
 mask hides is never sent, and a pair that has nothing for each other skips its step. The next block is on its way while this
-one is computed; results merge by log-sum-exp in fp32. Memory is that of two blocks of keys and values.
+one is computed; results merge by log-sum-exp in fp32.
+
+Memory is why it is there. Where sums in fp32 are many bytes, key heads go round in groups, and all that a pass needs beside its
+tensors and results is a group's: forward out in fp32, a block's out, and the keys and values of this block and the next;
+backward dq in fp32, what a kernel needs for a block's, dk and dv, and the same of keys and values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from warploom.distributed import local
 from warploom.distributed.call import Call
-from warploom.distributed.collectives import Passing
+from warploom.distributed.collectives import MOST_SEGMENTS, Passing
+from warploom.distributed.layout import length_of
 from warploom.distributed.pieces import Piece
+
+# Bytes that a group's out, or dq, has in fp32 at least. A backward pass has one and a half times as much again for a group, a
+# forward pass half, beside keys and values. 64 heads over 8 of 128, 8192 rows, two H200: 658 MiB and 24.9 ms backward in 8
+# groups; one key head's blocks do not fill the processors, and the host launches slower than these kernels run (`choice`).
+LEAST_FORWARD, LEAST_BACKWARD = 2**27, 2**25
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse, fp32 or wider, of this rank's queries."""
-    merged = local.Merged(q, v.shape[-1])
-    for _, pieces, keys, values in _blocks(call, k, v):
-        for rows, out, lse in local.forward(call.run, q, keys, values, None, pieces):
-            merged.add(rows, out, lse)
-    if sink is not None:
-        merged.add_sink(sink)
-    return merged.out.to(q.dtype), merged.lse
+    batch, rows, heads_q, _ = q.shape
+    out = q.new_empty((batch, rows, heads_q, v.shape[-1]))
+    lse = torch.empty((batch, heads_q, rows), dtype=local.wide(q), device=q.device)
+    groups = _groups(call, q, k.shape[2], v.shape[-1], LEAST_FORWARD)
+    blocks = _blocks(call, k, v, groups)
+    for group in groups:
+        some = q[:, :, group.of_q]
+        merged = local.Merged(some, v.shape[-1])
+        for _ in range(call.ranks):
+            pieces, keys, values = next(blocks)
+            for part in local.forward(call.run, some, keys, values, None, group.cut(call, pieces)):
+                merged.add(*part)
+                del part  # before the next piece has its own
+            del keys, values  # before there is room for others
+        if sink is not None:
+            merged.add_sink(sink[group.of_q])
+        out[:, :, group.of_q], lse[:, group.of_q] = merged.out, merged.lse
+        del merged
+    return out, lse
 
 
 def backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this rank's q, k and v, in fp32 or wider. Those of another's keys go back to it."""
-    dq, dk, dv = (torch.zeros(t.shape, dtype=local.wide(t), device=t.device) for t in (q, k, v))
-    returning: list[tuple[Tensor, Passing]] = []
+    """The gradients of this rank's q, k and v, in their dtypes or wider; those of another's keys go back to it.
+
+    Sums are in fp32 or wider, their terms in k's and v's dtype.
+    """
+    dq, dk, dv = local.Heads(q.shape[2]), local.Heads(k.shape[2]), local.Heads(k.shape[2])
+    pending: list[Callable[[], None]] = []
 
     def finish() -> None:
-        while returning:
-            rows, passing = returning.pop()
-            for total, part in zip((dk, dv), passing.result(), strict=True):
-                total.index_add_(1, rows, part)
+        while pending:
+            pending.pop(0)()
 
-    for step, pieces, keys, values in _blocks(call, k, v):
-        _, *of_keys = local.backward(call.run, q, keys, values, dout, dlse, out, lse, pieces, dq)
-        finish()
-        if step == 0:
-            rows = call.sharded.rows(call.rank)
-            for total, gradient in zip((dk, dv), of_keys, strict=True):
-                total.index_add_(1, rows, gradient.to(total.dtype))
-            continue
-        source, target = (call.rank - step) % call.ranks, (call.rank + step) % call.ranks
-        rows = call.sharded.rows(target)
-        shapes = [(t.shape[0], len(rows), *t.shape[2:]) for t in (k, v)]
-        returning.append((rows, Passing(call.group, of_keys, source, shapes, target, dk)))
+    def put(heads: slice, of_keys: Sequence[Tensor]) -> None:
+        for whole, part, t in zip((dk, dv), of_keys, (k, v), strict=True):
+            whole.put(heads, part, t.dtype)
+
+    groups = _groups(call, q, k.shape[2], q.shape[3], LEAST_BACKWARD)
+    blocks = _blocks(call, k, v, groups)
+    for group in groups:
+        heads = group.of_q
+        upstream = dout[:, :, heads], None if dlse is None else dlse[:, heads], out[:, :, heads], lse[:, heads]
+        sums = [torch.zeros(t.shape, dtype=local.wide(t), device=t.device) for t in (q[:, :, heads], *group.of_keys(k, v))]
+        for step in range(call.ranks):
+            pieces, keys, values = next(blocks)
+            given = (q[:, :, heads], keys, values, *upstream, group.cut(call, pieces), sums[0])
+            parts = local.backward(call.run, *given)[1:]
+            del keys, values, given
+            finish()
+            if step == 0:
+                _add(call, call.rank, sums[1:], parts)
+            else:
+                pending.append(partial(_add_returned, call, step, sums[1:], _returning(call, step, k.dtype, parts)))
+            del parts
+        dq.put(heads, sums[0], q.dtype)
+        pending.append(partial(put, group.of_kv, sums[1:]))
+        del sums
     finish()
-    return dq, dk, dv
+    return dq.whole, dk.whole, dv.whole
 
 
-def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, tuple[Piece, ...], Tensor, Tensor]]:
-    """Step by step the pieces, keys and values of a block; the next one is on its way by then. The first is this rank's own."""
-    own = call.sharded.rows(call.rank)
-    coming = _passing(call, k, v, 1)
-    yield 0, call.sharded.against(call.rank), k.index_select(1, own), v.index_select(1, own)
-    for step in range(1, call.ranks):
-        keys, values = coming.result()
-        coming = _passing(call, k, v, step + 1)
-        yield step, call.sharded.against((call.rank - step) % call.ranks), keys, values
+class _Group(NamedTuple):
+    """Heads that go round together: of q, and of k and v, which have ``heads_kv`` in all."""
+
+    of_q: slice
+    of_kv: slice
+    heads_kv: int
+
+    def cut(self, call: Call, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        """Pieces of these heads."""
+        kv, q = (self.of_kv.start, self.of_kv.stop), (self.of_q.start, self.of_q.stop)
+        return pieces if kv == (0, self.heads_kv) else call.sharded.heads(pieces, kv, q, self.heads_kv)
+
+    def of_keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [t[:, :, self.of_kv] for t in (k, v)]
 
 
-def _passing(call: Call, k: Tensor, v: Tensor, step: int) -> Passing:
-    """This rank's keys to the one ``step`` further, which sees some, while those of the one ``step`` before come."""
-    if step >= call.ranks:
-        return Passing(call.group, (), 0, (), 0, k)
+def group_count(rows: int, q: Tensor, heads_kv: int, head_dim: int, least: int) -> int:
+    """As many groups as leave each ``least`` bytes of sums of q's heads, ``head_dim`` each; ``rows``: of the longest rank."""
+    nbytes = q.shape[0] * rows * q.shape[2] * head_dim * local.wide(q).itemsize
+    return max([n for n in range(1, heads_kv + 1) if heads_kv % n == 0 and nbytes // n >= least], default=1)
+
+
+def _groups(call: Call, q: Tensor, heads_kv: int, head_dim: int, least: int) -> list[_Group]:
+    count = group_count(call.queries.longest, q, heads_kv, head_dim, least)
+    of_q, of_kv = q.shape[2] // count, heads_kv // count
+    return [_Group(slice(n * of_q, (n + 1) * of_q), slice(n * of_kv, (n + 1) * of_kv), heads_kv) for n in range(count)]
+
+
+class _Block(NamedTuple):
+    pieces: tuple[Piece, ...]
+    keys: Tensor
+    values: Tensor
+
+
+def _blocks(call: Call, k: Tensor, v: Tensor, groups: Sequence[_Group]) -> Iterator[_Block]:
+    """For each group, rank by rank from this one down; what they hold lives as long as the caller's.
+
+    The next block is on its way by then, if it is another rank's.
+    """
+    turns = [(group, step) for group in groups for step in range(call.ranks)]
+    coming: Passing | None = None
+    for (group, step), (then, further) in zip(turns, [*turns[1:], (groups[0], 0)], strict=True):
+        here, coming = coming, None
+        if further:
+            coming = _passing(call, then.of_keys(k, v), further)
+        pieces = call.sharded.against((call.rank - step) % call.ranks)
+        yield _Block(pieces, *(_own(call, group.of_keys(k, v)) if here is None else here.result()))
+
+
+def _own(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of this rank's keys and values those that it sees itself: views where they lie together."""
+    runs = call.sharded.held(call.rank)
+    if len(runs) == 1:
+        return [t[:, slice(*runs[0])] for t in tensors]
+    return [t.index_select(1, call.sharded.rows(call.rank)) for t in tensors]
+
+
+def _passing(call: Call, tensors: Sequence[Tensor], step: int) -> Passing:
+    """This rank's keys and values to the one ``step`` further, which sees some, while those of the one ``step`` before come."""
     target, source = (call.rank + step) % call.ranks, (call.rank - step) % call.ranks
-    rows = call.sharded.rows(target)
-    count = sum(b - a for a, b in call.sharded.needed(call.rank, source))
-    shapes = [(t.shape[0], count, *t.shape[2:]) for t in (k, v)]
-    return Passing(call.group, [t.index_select(1, rows) for t in (k, v)], target, shapes, source, k)
+    count = length_of(call.sharded.needed(call.rank, source))
+    shapes = [(t.shape[0], count, *t.shape[2:]) for t in tensors]
+    sent = [t.index_select(1, call.sharded.rows(target)) for t in tensors]
+    return Passing(call.group, sent, target, shapes, source, tensors[0].dtype)
+
+
+def _returning(call: Call, step: int, dtype: torch.dtype, parts: Sequence[Tensor]) -> Passing:
+    """Gradients of the keys that came ``step`` ranks far, back to their rank, while those of this rank's come back."""
+    target, source = (call.rank + step) % call.ranks, (call.rank - step) % call.ranks
+    count = length_of(call.sharded.held(target))
+    shapes = [(part.shape[0], count, *part.shape[2:]) for part in parts]
+    return Passing(call.group, [part.to(dtype).contiguous() for part in parts], source, shapes, target, dtype)
+
+
+def _add_returned(call: Call, step: int, sums: Sequence[Tensor], coming: Passing) -> None:
+    _add(call, (call.rank + step) % call.ranks, sums, coming.result())
+
+
+def _add(call: Call, reader: int, sums: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """To the sums of this rank's keys those gradients that a rank gives them which sees some of them."""
+    runs = call.sharded.held(reader)
+    for total, part in zip(sums, parts, strict=True):
+        if len(runs) > MOST_SEGMENTS:
+            total.index_add_(1, call.sharded.rows(reader), part.to(total.dtype))
+            continue
+        at = 0
+        for a, b in runs:
+            total[:, a:b] += part[:, at : at + b - a]
+            at += b - a

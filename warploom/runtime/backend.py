@@ -42,7 +42,14 @@ class Backend(Protocol):
         return ""
 
     def tiles(self, args: Any) -> tuple[tuple[int, int], int] | None:
-        """Queries × keys of a call's forward tiles and how many keys are skipped at once, for explain(); None: no tiles."""
+        """Queries × keys that a forward pass computes or skips together, and how many keys it skips at once, for explain().
+
+        None: it has no tiles.
+        """
+        return None
+
+    def loaded_tile(self, args: Any) -> tuple[int, int] | None:
+        """Queries × keys of the tiles for which keys are loaded, where these may be larger than ``tiles``; None: the same."""
         return None
 
     def packs(self, problem: Any) -> bool:

@@ -16,7 +16,7 @@ class Plan:
     call: str
     implementation: str
     reason: str
-    tile: tuple[int, int] | None = None  # queries × keys of the forward pass
+    tile: tuple[int, int] | None = None  # queries × keys that the forward pass computes or skips together
     backward_tiles: tuple[tuple[str, tuple[int, int]], ...] = ()  # the same of each gradient, where its backend tells
     tiles: dict[str, int] | None = None  # counts: hidden, partial, full
     skipped: float | None = None  # fraction of tiles that are skipped, as none of their elements is visible
@@ -24,6 +24,7 @@ class Plan:
     stats: tuple[str, ...] = ()  # those that the call returns
     stats_implementation: str | None = None  # which computes them
     batch_invariant: bool = False
+    loaded_tile: tuple[int, int] | None = None  # queries × keys that keys are loaded for, where these are more
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -32,6 +33,7 @@ class Plan:
             "reason": self.reason,
             "tile": list(self.tile) if self.tile else None,
             "backward_tiles": {name: list(tile) for name, tile in self.backward_tiles},
+            "loaded_tile": list(self.loaded_tile) if self.loaded_tile else None,
             "tiles": self.tiles,
             "skipped": self.skipped,
             "stats": list(self.stats),
@@ -47,6 +49,8 @@ class Plan:
             if self.tiles is not None and self.skipped is not None:
                 counts = ", ".join(f"{count} {kind}" for kind, count in self.tiles.items())
                 line += f": {counts}; {self.skipped:.1%} skipped"
+            if self.loaded_tile is not None:
+                line += f"; keys loaded for {self.loaded_tile[0]}×{self.loaded_tile[1]}"
             lines.append(line)
         if self.backward_tiles:
             lines.append("backward  " + ", ".join(f"{name} {m}×{n}" for name, (m, n) in self.backward_tiles))

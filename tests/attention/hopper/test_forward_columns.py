@@ -20,7 +20,7 @@ from tests.sm90.state import SHARED_START, Warp
 from warploom import masks
 from warploom.attention.features import Features
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import config
+from warploom.attention.hopper.plan import config, walked
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import FULL, HIDDEN, TileClasses
 from warploom.masks.visible import visible
@@ -67,6 +67,7 @@ class Watching(Machine):
         """Before it runs: where a variant's masks stand."""
         owners = variant.warpgroups if variant.apart else 1
         self.rows, self.span, self.read = variant.tile_m, variant.tile_m // owners, {}
+        assert self.span == walked(variant)  # as explain() counts tiles
         barriers = 2 * variant.warpgroups + 5 * variant.stages + 4 + 4 * owners
         words = (12 if variant.varlen else 8) + 2 * owners if variant.apart else 12
         self.start = -(-(-(-8 * barriers // 16) * 16 + 2 * 4 * words) // 16) * 16

@@ -136,12 +136,16 @@ def test_every_row_gets_its_keys() -> None:
             before = next((at for at, event in enumerate(events) if event[0] == "computed"), len(events))
             assert [n for n, _ in computed] == [end - 1 - before - at for at in range(len(computed))], call
             assert top < seqlen_q or not computed, call
+            reached: set[int] = set()
             for row in range(top, min(top + 64, seqlen_q)):
                 low = 0 if left is None else max(0, row + shift - left)
                 high = seqlen_k if right is None else min(seqlen_k, row + shift + right + 1)
                 seen = range(low // tile_n, (high - 1) // tile_n + 1) if low < high else range(0)
                 assert set(seen) <= {n for n, _ in computed}, (call, row)
+                reached |= set(seen)
                 assert all(low <= n * tile_n and high >= (n + 1) * tile_n for n, masked in computed if not masked), (call, row)
+            if (left is None or left >= 0) and (right is None or right >= 0):
+                assert reached == {n for n, _ in computed}, call  # as explain() counts them
             masked_ones += sum(masked for _, masked in computed)
             whole_ones += sum(not masked for _, masked in computed)
             skipped_ones += len(events) - len(computed)

@@ -1,10 +1,13 @@
-"""What explain() and the benchmark's rho are told of the tiles of the backward pass."""
+"""What explain() and the benchmark's rho are told of the tiles of both passes."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
+from warploom import masks
 from warploom.attention import hopper
 from warploom.attention.arguments import dense_args
 from warploom.attention.hopper.plan import backward_config_for
@@ -30,3 +33,34 @@ def test_tiles_of_who_runs_it_where_no_module_does(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(hopper, "_next", lambda args, backward: Other())
     args = dense_args(*torch.empty(3, 1, 256, 2, 64, dtype=torch.bfloat16))
     assert hopper.BACKEND.backward_tiles(args) == {"dq": (64, 32)}
+
+
+TREE = masks.Tree(torch.arange(-1, 4095))
+
+
+def told(dim: int, heads: int = 2, seqlen: int = 4096, **call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The tiles that are computed or skipped, and those that keys are loaded for."""
+    q, k = (torch.empty(1, seqlen, n, dim, dtype=torch.bfloat16) for n in (heads, 2))
+    args = dense_args(q, k, k, **call)
+    return hopper.BACKEND.tiles(args)[0], hopper.BACKEND.loaded_tile(args)
+
+
+@pytest.mark.parametrize(
+    ("dim", "call", "computed", "loaded"),
+    [
+        (64, {"mask": TREE}, (64, 128), (192, 128)),
+        (64, {"mask": TREE, "softcap": 5.0}, (128, 128), (128, 128)),
+        (128, {"mask": TREE}, (128, 128), (128, 128)),
+        (256, {"mask": TREE}, (128, 64), (128, 64)),
+        (64, {"causal": True}, (64, 128), (192, 128)),
+        (128, {"window": (100, 0)}, (64, 128), (128, 128)),
+        (128, {}, (128, 128), (128, 128)),
+        (128, {"heads": 16, "seqlen": 8, "causal": True}, (8, 128), (8, 128)),
+    ],
+)
+def test_a_warpgroup_s_rows_where_each_goes_by_its_own(
+    dim: int, call: dict[str, Any], computed: tuple[int, int], loaded: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a band each does, under a column mask three do; then explain() and rho count 64 rows."""
+    monkeypatch.setattr(hopper.modules, "cannot_come", lambda spec: None)
+    assert told(dim, **call) == (computed, loaded)

@@ -212,6 +212,16 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
     return config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
 
 
+def walked(variant: ForwardConfig) -> int:
+    """Queries for which key tiles are computed or skipped together: a warpgroup's, where each goes by its own rows.
+
+    That is under a band, and under a column mask where warpgroups go apart. Key tiles are loaded for all of a query tile.
+    """
+    masked = variant.right or variant.left or variant.columns
+    together = not masked or variant.pack_gqa or (variant.columns and not variant.apart)
+    return variant.queries if together else variant.tile_m // variant.warpgroups
+
+
 LEAST_BOX = 16  # keys: more copies a tile take longer than its products
 
 
