@@ -43,6 +43,9 @@ from warploom.decode.triton.prefix import most_shared, own_units, shared_splits,
 from warploom.kernels.triton.numerics import LN2, LOG2E, capped, clamp
 from warploom.kernels.triton.softmax import add_sink
 
+# A total of 0 and a top of -inf, as `_sums` reads them.
+_NOTHING = tl.constexpr(-(0x0080 << 48))
+
 
 @triton.jit(do_not_specialize=SCALARS)
 def split_kernel(
@@ -596,6 +599,12 @@ def merge_kernel(
 
 
 @triton.jit
+def _sums(pair):
+    """A part's total and top, which lie side by side."""
+    return pair.to(tl.int32).to(tl.float32, bitcast=True), (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _chain(begun, parts, totals, tops, FIRST: tl.constexpr, COUNT: tl.constexpr):
     """COUNT parts from the FIRST on, folded one after the other into what has begun."""
     acc, total, top = begun
@@ -647,7 +656,7 @@ def _merge_row(
             units = tl.where(shared > 0, units, 0)
         alone = tl.where(each == 1, units, tl.cdiv(shared, many) * many)
         step = GROUP_SPLITS
-    part_lse_ptr += 2 * row * max_units
+    part_sums_ptr = part_lse_ptr.to(tl.pointer_type(tl.int64), bitcast=True) + row * max_units
     part_out_ptr += row * max_units * HEAD_DIM_V
     if PDL:
         gdc_wait()
@@ -658,21 +667,29 @@ def _merge_row(
     acc, total, top = nothing_yet
     one = tl.zeros((1,), tl.int32)
     for group in range(0, units, step * AHEAD):
-        # Every load goes out before the first result is used: the merge lasts as long as what it waits for.
+        # Every load goes out before the first result is used: the merge lasts as long as what it waits for. Addresses are
+        # constants beside this group's where they can be, and a part's total and top one load: there are dozens of them.
         parts = ()
         totals = ()
         tops = ()
+        past = units - group
+        among = tl.where(step == GROUP_SPLITS, past, 0)
+        out_ptr_here = part_out_ptr + group * HEAD_DIM_V + dv
+        sums_ptr = part_sums_ptr + group + one
         for i in tl.static_range(AHEAD * GROUP_SPLITS):
-            unit = group + i // GROUP_SPLITS * step + i % GROUP_SPLITS
-            live = (i % GROUP_SPLITS < step) & (unit < units)
+            if i % GROUP_SPLITS == 0:
+                live = i // GROUP_SPLITS * step < past
+                place = i // GROUP_SPLITS * step
+            else:
+                live = i < among
+                place = i
             if SHARED:
                 if i % GROUP_SPLITS > 0:
-                    live = live & (unit < alone)
+                    live = live & (group + i < alone)
                 elif HALVED > 0 and i // GROUP_SPLITS % 2 == 1:
-                    live = live & ((unit < alone) | (half == 0))
-            total_of = tl.load(part_lse_ptr + 2 * unit + one, mask=live, other=0.0)
-            top_of = tl.load(part_lse_ptr + 2 * unit + 1 + one, mask=live, other=float("-inf"))
-            part = tl.load(part_out_ptr + unit * HEAD_DIM_V + dv, mask=dv_live & live, other=0.0)
+                    live = live & ((group + i < alone) | (half == 0))
+            total_of, top_of = _sums(tl.load(sums_ptr + place, mask=live, other=_NOTHING))
+            part = tl.load(out_ptr_here + place * HEAD_DIM_V, mask=dv_live & live, other=0.0)
             parts += (part,)  # type: ignore[assignment]
             totals += (total_of,)  # type: ignore[assignment]
             tops += (top_of,)  # type: ignore[assignment]
