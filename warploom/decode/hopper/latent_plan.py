@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from warploom.decode.hopper.latent_config import ROWS, STATE_FLOATS, THREADS, TILE, LatentConfig
+from warploom.decode.hopper.latent_config import ROWS, THREADS, TILE, TOTAL_FLOATS, LatentConfig
 from warploom.decode.hopper.plan import DTYPES
 
 # Tiles of a split, at least. Many sequences would rather have few splits, one sequence many: with 8, 16 and 32 tiles 64
@@ -60,9 +60,20 @@ def splits_log(tiles: int) -> int:
     return min(max(tiles // LEAST, 1).bit_length() - 1, MOST_LOG)
 
 
+def parts_log(tiles: int, log: int) -> int:
+    """2^log blocks leave up to 2^this parts of a unit: a block of an odd power of two of splits leaves two."""
+    return min(log + 1, splits_log(tiles)) if log else 0
+
+
+def levels(tiles: int, log: int) -> int:
+    """Of totals that a block keeps while it adds up its splits, four to one of the next level."""
+    each = max(splits_log(tiles) - log, 0)
+    return each // 2 if log else -(-each // 2)
+
+
 def kept_floats(tiles: int, log: int, blocks: int) -> int:
-    """Of what so many ``blocks`` keep while they put splits together: a place for each level of a tree of their own ones."""
-    return max(splits_log(tiles) - log, 0) * STATE_FLOATS * THREADS * blocks
+    """Of what so many ``blocks`` keep while they add up splits: a total of each level."""
+    return levels(tiles, log) * TOTAL_FLOATS * THREADS * blocks
 
 
 def named_set() -> list[LatentConfig]:
