@@ -175,6 +175,7 @@ class LatentResults(LatentBase):
     def keep_rows(self, work, shared, level):
         """A total's references and sums."""
         totals, role = shared.totals, work.role
+        cute.arch.sync_warp()  # all four threads of a row have read what was there
         if work.lane % 4 == 0:
             for r in cutlass.range_constexpr(2):
                 row = work.row + 8 * r
