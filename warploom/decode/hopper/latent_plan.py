@@ -10,8 +10,8 @@ from warploom.decode.hopper.latent_config import ROWS, THREADS, TILE, TOTAL_FLOA
 from warploom.decode.hopper.plan import DTYPES
 
 # Tiles of a split, at least. Many sequences would rather have few splits, one sequence many: with 8, 16 and 32 tiles 64
-# sequences of 4096 keys took 236, 198 and 176 us on an H100 (128 heads), one of 8192 keys 36, 53 and 88; Triton 569 and 51.
-LEAST = 8
+# sequences of 4096 keys take 158, 138 and 130 us on an H200 (128 heads), one of 8192 keys 29, 39 and 64; FlashInfer 141 and 30.
+LEAST = 16
 # Queries × heads from which on it runs unasked: with 64 and 128 it was faster than Triton throughout, with 16 it was not.
 LEAST_ROWS = 64
 MOST_LOG = 6  # a sequence has up to 2^6 splits
