@@ -10,6 +10,7 @@ import torch
 
 from tests.decode.harness import Case, check, check_bits, run
 from warploom.decode.api import decode
+from warploom.decode.cache import KVCache
 from warploom.decode.hopper import BACKEND, latent_plan
 
 pytestmark = [
@@ -76,6 +77,48 @@ def test_bits_do_not_depend_on_who_merges(heads: int, monkeypatch: pytest.Monkey
     found = []
     for log in range(latent_plan.MOST_LOG + 1):
         monkeypatch.setattr(latent_plan, "blocks_log", lambda units, tiles, processors, log=log: log)
+        found.append(run(c, "hopper"))
+    for out, lse in found[1:]:
+        assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1]), c
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("factors", [(1, 60, 0.1, 200, 1, 500, 5, 3), (300, 1, 1, 1), (0.1, 1, 10, 100, 1000, 3000, 1, 6000)])
+def test_scores_that_jump_from_split_to_split(factors: tuple[float, ...], heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By more than a total's reference bears, up and down: against fp64, and bits whoever adds."""
+    seed, length = random.randrange(2**31), 8192
+    generator = torch.Generator("cuda").manual_seed(seed)
+    k = torch.randn(1, length, 1, 576, device="cuda", generator=generator)
+    tiles = length // latent_plan.TILE
+    split = torch.arange(length, device="cuda") // (length >> latent_plan.splits_log(tiles))
+    # Of the columns that are no values, so that out stays of the order of one.
+    k[0, :, 0, 512:] *= torch.tensor(factors, device="cuda")[split % len(factors), None]
+    k = k.bfloat16()
+    q = torch.randn(1, 1, heads, 576, device="cuda", generator=generator).bfloat16()
+    cache = KVCache(k, k[..., :512], torch.tensor([length], dtype=torch.int32, device="cuda"))
+    keys = k[0, :, 0].double()
+    scores = q[0, 0].double() @ keys.T * 576**-0.5
+    want = scores.softmax(-1) @ keys[:, :512]
+    found = []
+    for log in range(latent_plan.splits_log(tiles) + 1):
+        monkeypatch.setattr(latent_plan, "blocks_log", lambda units, tiles, processors, log=log: log)
+        found.append(decode(q, cache, return_lse=True, backend="hopper"))
+    out, lse = found[0]
+    assert float((out[0, 0].double() - want).abs().max()) <= 0.02 * float(want.abs().max()), seed
+    assert torch.allclose(lse[0, :, 0].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-3), seed
+    for other, other_lse in found[1:]:
+        assert torch.equal(other, out) and torch.equal(other_lse, lse), seed
+
+
+def test_splits_that_some_rows_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of a tile: the first one is hidden from the last queries, and the last one from the first."""
+    monkeypatch.setattr(latent_plan, "LEAST", 1)
+    options = SHAPE | {"heads_q": 4, "queries": 16, "keywords": {"window": (500, -54)}}
+    c = Case(random.randrange(2**31), [3000, 64, 0, 1025], **options)
+    check(c, "hopper")
+    found = []
+    for log in range(latent_plan.MOST_LOG + 1):
+        monkeypatch.setattr(latent_plan, "blocks_log", lambda units, tiles, processors, log=log: min(log, 5))
         found.append(run(c, "hopper"))
     for out, lse in found[1:]:
         assert torch.equal(out, found[0][0]) and torch.equal(lse, found[0][1]), c

@@ -25,7 +25,8 @@ CORE = {PAIR: LatentConfig("bfloat16", 16, True, True)}
 FAR = 1 << 30
 NAMES = [
     "q", "k", "out", "lse", "lengths", "table", "parts", "stats", "kept", "tma_q", "tma_k", "mma", "mma", "mma", "multiplier",
-    "left", "right", "capacity", "page_shift", "least", "most_log", "blocks_log", "levels", "items",
+    "left", "right", "capacity", "page_shift", "least", "most_log", "blocks_log", "parts_log", "levels",
+    "items",
 ]  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def problem(traced: Traced, lengths: list[int], blocks: int, blocks_log: int = 0
         "lengths": ((batch,), ()), "table": ((batch, each), (each,)),
         **{name: ((1 << 24,), ()) for name in ("parts", "stats", "kept")},
         "left": left, "right": 0, "capacity": capacity, "page_shift": 4, "least": 3, "most_log": 2, "blocks_log": blocks_log,
-        "levels": 2, "items": batch * -(-rows // ROWS) << blocks_log,
+        "parts_log": blocks_log and 2, "levels": 1, "items": batch * -(-rows // ROWS) << blocks_log,
     }  # fmt: skip
     words = {(NAMES.index("lengths") + 1 << 32) + 4 * i: length for i, length in enumerate(lengths)}
     words |= {(NAMES.index("table") + 1 << 32) + 4 * i: i for i in range(each * batch)}

@@ -11,7 +11,17 @@ from tests.sources import imported
 from warploom.commands.build import named_set as every_module
 from warploom.decode.hopper import BACKEND
 from warploom.decode.hopper.latent_config import SOURCES, LatentConfig
-from warploom.decode.hopper.latent_plan import LEAST, MOST_LOG, blocks_log, config, kept_floats, named_set, splits_log
+from warploom.decode.hopper.latent_plan import (
+    LEAST,
+    MOST_LOG,
+    blocks_log,
+    config,
+    kept_floats,
+    levels,
+    named_set,
+    parts_log,
+    splits_log,
+)
 from warploom.decode.problem import DecodeProblem
 from warploom.runtime import dispatch, module_spec, modules
 
@@ -103,7 +113,19 @@ def test_blocks_fill_the_processors() -> None:
 
 def test_splits() -> None:
     assert [splits_log(tiles) for tiles in (0, LEAST, 2 * LEAST - 1, 2 * LEAST, 1 << 24)] == [0, 0, 0, 1, MOST_LOG]
-    assert kept_floats(LEAST << 2, 2, 132) == 0 < kept_floats(LEAST << 2, 1, 132)
+    assert kept_floats(LEAST << 2, 1, 132) == 0 < kept_floats(LEAST << 2, 0, 132)
+
+
+def test_there_is_room_for_parts_and_totals() -> None:
+    """Of every sequence that is as long as there is room, or shorter: what `logs` makes of it."""
+    for most in range(MOST_LOG + 1):
+        tiles = LEAST << most
+        for blocks in range(most + 1):
+            for log in range(most + 1):
+                each = max(log - blocks, 0)
+                part = each if blocks == 0 else each // 2 * 2
+                assert log - part <= parts_log(tiles, blocks) if blocks else part == log
+                assert 4 ** levels(tiles, blocks) >= 1 << part
 
 
 def test_names_and_the_named_set() -> None:

@@ -17,6 +17,8 @@ from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import highest_bit
 
 EVEN, ODD = 0, 1  # tiles of a split, and the warpgroups that score them
+RADIX_LOG = 2  # 2^this totals are added up, one after the other, to one of the next level
+LEVELS = 3  # of them: 64 splits
 OWN, OTHER = 0, 1  # of a tile what the warpgroup reads that scored it, and what the other one does
 
 
@@ -35,6 +37,7 @@ class Shared(Fields):
     start: Any  # K's address
     references: Any  # of each slot's P: a row's
     sums: Any  # (row, warpgroup, turn)
+    totals: Any  # (row, warpgroup, level, reference or sum)
 
 
 class Call(Fields):
@@ -54,6 +57,7 @@ class Call(Fields):
     least: Any  # tiles of a split
     most_log: Any  # a sequence has up to 2^this splits
     blocks_log: Any  # and 2^this blocks
+    parts_log: Any  # which leave up to 2^this parts, where they are several
 
 
 class Place(Fields):
@@ -73,6 +77,7 @@ class Cut(Fields):
     tiles: Any
     log: Any
     each_log: Any  # a block has 2^this splits, if any
+    part_log: Any  # and adds up 2^this of them: all, if it has the sequence alone
 
 
 class LatentBase:
@@ -89,8 +94,14 @@ class LatentBase:
         last = cutlass.min(length, length + call.right)
         tiles = cutlass.max((last + TILE - 1) // TILE - start, 0)
         log = cutlass.min(highest_bit(cutlass.max(tiles // call.least, 1)), call.most_log)
+        each_log, part_log = self.logs(call, log)
+        return Cut(length=length, start=start, last=last, tiles=tiles, log=log, each_log=each_log, part_log=part_log)
+
+    @cute.jit
+    def logs(self, call, log):
+        """Of a sequence of 2^log splits how many a block has, and how many make a part of it: 2^this."""
         each_log = cutlass.max(log - call.blocks_log, 0)
-        return Cut(length=length, start=start, last=last, tiles=tiles, log=log, each_log=each_log)
+        return each_log, choose(call.blocks_log == 0, each_log, each_log // RADIX_LOG * RADIX_LOG)
 
     def place(self, call: Any, item: Any) -> Place:
         """The item's place: the blocks of rows that read the same keys are neighbours."""
@@ -102,10 +113,9 @@ class LatentBase:
         return place.block << cut.each_log
 
     @cute.jit
-    def has_splits(self, cut, place):
-        """Whether there are splits for the block, and keys in them."""
-        first = self.first_split(cut, place)
-        return choose((first < (Int32(1) << cut.log)) & (cut.tiles > 0), 1, 0)
+    def has_part(self, cut, place):
+        """Whether the block has something to store; where a sequence has no keys, its first block does."""
+        return choose(self.first_split(cut, place) < (Int32(1) << cut.log), 1, 0)
 
     def split(self, cut: Cut, index: Any) -> tuple[Any, Any]:
         """The tiles of a split: its first, and the one behind its last."""

@@ -25,5 +25,5 @@ def compile_latent(config: dict[str, Any], name: str, library: Path) -> dict[str
         table = make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4)
     workspace = [make_fake_tensor(Float32, (cute.sym_int(),), stride=(1,), assumed_align=16) for _ in range(3)]
     tensors = [view(dtype, 2), view(dtype, 3), view(dtype, 2), rows(3), vector(Int32), table, *workspace]
-    arguments = [*tensors, Float32(1.0), *[Int32(0)] * 9, stream()]
+    arguments = [*tensors, Float32(1.0), *[Int32(0)] * 10, stream()]
     return compile_kernel(HopperLatent(variant), arguments, name, library)

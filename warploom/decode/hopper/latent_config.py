@@ -15,15 +15,16 @@ PIECES = HEAD_DIM // PIECE
 HALF = HEAD_DIM_V // 2  # columns of O that a warpgroup keeps
 PIECE_BYTES = TILE * PIECE * 2
 THREADS = 256  # that compute
-# Of a warpgroup's state a thread has its O, and of two rows a maximum and a sum.
-STATE_FLOATS = HALF // 2 + 4
+# Of a total of several splits a thread keeps its O in global memory; a row's reference and sum are in shared memory.
+TOTAL_FLOATS = HALF // 2
+STATS = 4  # floats of a part's row beside its O: its reference, a sum of each warpgroup, one unused
 
 _HERE = "decode/hopper"
 # What the compiled code is made from.
 SOURCES = (
     *(
         f"{_HERE}/latent_{file}.py"
-        for file in ("base", "build", "config", "consumers", "kernel", "merge", "producer", "results")
+        for file in ("base", "build", "config", "consumers", "kernel", "memory", "merge", "producer", "results")
     ),
     *(
         f"kernels/cute/{file}.py"

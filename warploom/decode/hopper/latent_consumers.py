@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from warploom.decode.hopper.latent_base import EVEN, ODD, OTHER, OWN, Cut
 from warploom.decode.hopper.latent_config import HALF, PIECE, PIECE_BYTES, PIECES, ROWS, THREADS, TILE
-from warploom.decode.hopper.latent_results import LatentResults
+from warploom.decode.hopper.latent_results import NOTHING, LatentResults
 from warploom.kernels.cute.barriers import LatentBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARP, WARPGROUP, choose
 from warploom.kernels.cute.fields import Fields
@@ -62,43 +62,56 @@ class LatentConsumers(LatentResults):
     def consume(self, role, call, outputs, shared, mmas, multiplier, items):
         """All that the block works on."""
         work = self.work(role, call, shared, mmas, multiplier)
-        q_phase, even, odd, turn = Int32(0), Int32(0), Int32(0), Int32(0)
+        q_phase, even, odd = Int32(0), Int32(0), Int32(0)
         for item in cutlass.range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0], unroll=1):
             place = self.place(call, item)
             cut = self.cut(call, place.batch)
             self.set_ends(work, cut)
-            self.clear(work)
             # Of a warp without rows nothing is kept or stored. A warp's number is uniform, or ptxas runs products one by one.
             there = choose(place.row_block * ROWS + work.warp * 16 < call.rows, 1, 0)
-            if self.has_splits(cut, place) > 0:
-                cute.arch.mbarrier_wait(shared.q_full, q_phase)
-                q_phase ^= 1
-                first, splits = self.first_split(cut, place), Int32(1) << cut.each_log
-                for i in cutlass.range(splits, unroll=1):
-                    begin, end = self.split(cut, first + i)
+            if self.has_part(cut, place) > 0:
+                if cut.tiles > 0:
+                    cute.arch.mbarrier_wait(shared.q_full, q_phase)
+                    q_phase ^= 1
+                first = self.first_split(cut, place)
+                waits = Int32(NOTHING)
+                for n in cutlass.range(first, first + (Int32(1) << cut.each_log), unroll=1):
+                    begin, end = self.split(cut, n)
+                    if end - begin < 2:
+                        self.begin_split(work, outputs, waits)
+                        if end - begin < 1:
+                            self.clear(work)  # a sequence without keys
                     for pair in cutlass.range((end - begin) // 2, unroll=1):
+                        tile, fresh, before = begin + 2 * pair, choose(pair == 0, 1, 0), (outputs, waits)
                         if const_expr(role == EVEN):
-                            self.score_first(work, shared, place.row_block, begin + 2 * pair, True, even, odd)
+                            self.score_first(work, shared, place.row_block, tile, True, even, odd, fresh, before)
                         else:
-                            self.score_second(work, shared, place.row_block, begin + 2 * pair, True, even, odd)
+                            self.score_second(work, shared, place.row_block, tile, True, even, odd, fresh, before)
                         even ^= 1
                         odd ^= 1
                     if (end - begin) % 2 == 1:
+                        fresh = choose(end - begin < 2, 1, 0)
                         if const_expr(role == EVEN):
-                            self.score_first(work, shared, place.row_block, end - 1, False, even, odd)
+                            self.score_first(work, shared, place.row_block, end - 1, False, even, odd, fresh)
                         else:
-                            self.score_second(work, shared, place.row_block, end - 1, False, even, odd)
+                            self.score_second(work, shared, place.row_block, end - 1, False, even, odd, fresh)
                         even ^= 1
-                    if i + 1 == splits:
+                    # Computed here, or they would take registers all along.
+                    each_log, part_log = self.logs(call, hidden(cut.log))
+                    if ((n + 1 & (Int32(1) << each_log) - 1) == 0) & (cut.tiles > 0):
                         release(shared.q_empty)
-                    self.add_sums(work, shared, turn)
-                    turn ^= 1
-                    self.fold(work, outputs, i, splits, there)
-                    if i + 1 < splits:
-                        self.clear(work)
-            # A block without splits has a part all the same where the sequence has no keys at all.
-            if (there > 0) & (self.first_split(cut, place) < (Int32(1) << cut.log)):
-                self.finish(work, call, outputs, place)
+                    # No warp waits for another one here: what is next runs on.
+                    self.add_quads(work)
+                    count = Int32(1) << part_log
+                    index = n & count - 1
+                    waits = Int32(NOTHING)
+                    if there > 0:
+                        waits = self.end_split(work, outputs, shared, index, count)
+                    if index + 1 == count:
+                        if (call.blocks_log == 0) & (cut.tiles > 0):
+                            self.add_sums(work, shared, q_phase)
+                        if there > 0:
+                            self.finish(work, call, outputs, place, n >> part_log)
 
     def work(self, role: int, call: Any, shared: Any, mmas: Any, multiplier: Any) -> Work:
         """What a thread keeps of all."""
@@ -160,14 +173,16 @@ class LatentConsumers(LatentResults):
     # A pair of tiles
 
     @cute.jit
-    def score_first(self, work, shared, row_block, tile, both, even, odd):
-        """The even tile is this warpgroup's; then the other one's, if there are both."""
+    def score_first(self, work, shared, row_block, tile, both, even, odd, fresh, before=None):
+        """The even tile is this warpgroup's; then the other one's, if there are both. ``fresh``: they are a split's first."""
         self.scores(work, shared, even)
+        if const_expr(both):
+            self.begin_if(work, fresh, *before)
         warpgroup.wait_group(0)
         self.softmax(work, row_block, tile)
         self.publish(work, shared, tile)
         self.rescale(work)
-        gemm(work.mma_own, work.acc, work.p, work.v, True, EVEN)
+        gemm(work.mma_own, work.acc, work.p, work.v, fresh == 0, EVEN)
         warpgroup.wait_group(0)
         self.release(shared.empty + (2 * EVEN + OWN))
         if const_expr(both):
@@ -177,12 +192,13 @@ class LatentConsumers(LatentResults):
             self.release(shared.empty + (2 * ODD + OTHER))
 
     @cute.jit
-    def score_second(self, work, shared, row_block, tile, both, even, odd):
+    def score_second(self, work, shared, row_block, tile, both, even, odd, fresh, before=None):
         """The odd tile is this warpgroup's, if there are both: it is scored before the other one is added."""
         if const_expr(both):
             self.scores(work, shared, odd)
+            self.begin_if(work, fresh, *before)
         self.adopt(work, shared, tile)
-        gemm(work.mma_other, work.acc, work.p_other, work.v, True, EVEN)
+        gemm(work.mma_other, work.acc, work.p_other, work.v, fresh == 0, EVEN)
         if const_expr(both):
             warpgroup.wait_group(1)
             self.softmax(work, row_block, tile + 1)
@@ -194,6 +210,11 @@ class LatentConsumers(LatentResults):
             gemm(work.mma_own, work.acc, work.p, work.v, True, ODD)
             warpgroup.wait_group(0)
             self.release(shared.empty + (2 * ODD + OWN))
+
+    @cute.jit
+    def begin_if(self, work, fresh, outputs, waits):
+        if fresh > 0:
+            self.begin_split(work, outputs, waits)
 
     def release(self, barrier: Any) -> None:
         """This warp has read a part of a tile, which whoever asks for the next one is to know."""
@@ -228,7 +249,7 @@ class LatentConsumers(LatentResults):
                 tops[c % 2] = cute.arch.fmax(tops[c % 2], rows[r, c])
             top = cute.arch.warp_reduction_max(cute.arch.fmax(tops[0], tops[1]), threads_in_group=4)
             new = top if top > work.reference[r] + HEADROOM else work.reference[r]
-            work.correction[r] = exp2(work.reference[r] - finite(new))
+            work.correction[r] = correction_of(work.reference[r], new)
             work.reference[r] = new
             offset = finite(new)
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
@@ -284,7 +305,7 @@ class LatentConsumers(LatentResults):
         wait(LatentBarrier.P_READY, THREADS, other)
         for r in cutlass.range_constexpr(2):
             new = shared.references[other * ROWS + work.row + 8 * r]
-            work.correction[r] = exp2(work.reference[r] - finite(new))
+            work.correction[r] = correction_of(work.reference[r], new)
             work.reference[r] = new
             work.row_sum[r] = work.row_sum[r] * work.correction[r]
         self.rescale(work)
@@ -303,3 +324,9 @@ class LatentConsumers(LatentResults):
         """Multiply O by the corrections."""
         for i in range(HALF // 2):
             work.acc[i] = work.acc[i] * work.correction[i // 2 % 2]
+
+
+@cute.jit
+def correction_of(before, after):
+    """What O is multiplied by when its reference changes; 1 where there is no O yet, and nothing to multiply."""
+    return 1.0 if before == -Float32.inf else exp2(before - finite(after))

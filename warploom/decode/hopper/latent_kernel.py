@@ -19,10 +19,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.decode.hopper.latent_base import EVEN, ODD, Call, Shared
+from warploom.decode.hopper.latent_base import EVEN, LEVELS, ODD, RADIX_LOG, Call, Shared
 from warploom.decode.hopper.latent_config import HALF, HEAD_DIM, HEAD_DIM_V, PIECE, PIECES, ROWS, THREADS, TILE
 from warploom.decode.hopper.latent_consumers import LatentConsumers
-from warploom.decode.hopper.latent_merge import AHEAD_LOG, COLUMN_THREADS, GROUPS, LatentMerge
+from warploom.decode.hopper.latent_merge import COLUMN_THREADS, GROUPS, LatentMerge
 from warploom.decode.hopper.latent_producer import LatentProducer, Loads
 from warploom.decode.hopper.latent_results import Outputs
 from warploom.kernels.cute.basics import LOG2_E, WARP, WARPGROUP
@@ -50,7 +50,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         lengths: cute.Tensor,  # (batch,) int32
         table: cute.Tensor | None,  # (batch, pages of a sequence) int32
         parts: cute.Tensor,  # fp32, of every block 64 rows of 512 where several share a sequence
-        stats: cute.Tensor,  # fp32, and two numbers of each
+        stats: cute.Tensor,  # fp32, and four numbers of each
         kept: cute.Tensor,  # fp32, what ``blocks`` keep of their splits
         scale: Float32,
         left: Int32,
@@ -60,6 +60,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         least: Int32,
         most_log: Int32,
         blocks_log: Int32,
+        parts_log: Int32,
         levels: Int32,
         blocks: Int32,
         stream: Any,
@@ -79,7 +80,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         batch, rows = out.shape[0], out.shape[1]
         row_blocks = cute.ceil_div(rows, ROWS)
         items = batch * row_blocks << blocks_log
-        numbers = (left, right, capacity, page_shift, least, most_log, blocks_log, levels)
+        numbers = (left, right, capacity, page_shift, least, most_log, blocks_log, parts_log, levels)
         self.kernel(
             q, k, out, lse, lengths, table, parts, stats, kept, tma_q, tma_k, scores, own, other, layout_q, layout_k, loads,
             scale * LOG2_E, *numbers, items,
@@ -90,7 +91,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         if blocks_log > 0:
             tensors = (out, lse, lengths, parts, stats, kept)
             for groups in (1, GROUPS):
-                if (blocks_log > AHEAD_LOG) == (groups > 1):
+                if (parts_log > RADIX_LOG) == (groups > 1):
                     self.merge_kernel(*tensors, *numbers, groups).launch(
                         grid=[batch * rows, 1, 1], block=[groups * COLUMN_THREADS, 1, 1], stream=stream, use_pdl=True
                     )
@@ -123,6 +124,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         least: Int32,
         most_log: Int32,
         blocks_log: Int32,
+        parts_log: Int32,
         levels: Int32,
         items: Int32,
     ):
@@ -133,6 +135,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
             barriers: cute.struct.MemRange[Int64, 2 + SLOTS * (PIECES + 2)]
             references: cute.struct.Align[cute.struct.MemRange[Float32, SLOTS * ROWS], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, 4 * ROWS], 16]
+            totals: cute.struct.Align[cute.struct.MemRange[Float32, 4 * LEVELS * ROWS], 16]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
 
@@ -155,6 +158,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
             start=storage.k.data_ptr(),
             references=storage.references.get_tensor(cute.make_layout(SLOTS * ROWS)),
             sums=storage.sums.get_tensor(cute.make_layout((ROWS, 2, 2))),
+            totals=storage.totals.get_tensor(cute.make_layout((ROWS, 2, LEVELS, 2))),
         )
         if warp == LOADER:
             for atom in (tma_q, tma_k):
@@ -173,7 +177,8 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         cute.arch.griddepcontrol_launch_dependents()
 
         pages = k.shape[3]
-        call = self.call(out, lse, lengths, table, left, right, capacity, page_shift, pages, least, most_log, blocks_log)
+        cuts = (least, most_log, blocks_log, parts_log)
+        call = self.call(out, lse, lengths, table, left, right, capacity, page_shift, pages, *cuts)
         if warp >= LOADER:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             if warp == LOADER:
@@ -204,18 +209,19 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         least: Int32,
         most_log: Int32,
         blocks_log: Int32,
+        parts_log: Int32,
         levels: Int32,
         groups: cutlass.Constexpr,
     ):
-        call = self.call(out, lse, lengths, None, left, right, capacity, page_shift, 0, least, most_log, blocks_log)
+        call = self.call(out, lse, lengths, None, left, right, capacity, page_shift, 0, least, most_log, blocks_log, parts_log)
         self.merge(call, Outputs(out=out, lse=lse, parts=parts, stats=stats, kept=kept, levels=levels), groups)
 
     def call(self, out: Any, lse: Any, lengths: Any, table: Any, left: Any, right: Any, capacity: Any, *rest: Any) -> Call:
         """What all blocks work on."""
-        page_shift, pages, least, most_log, blocks_log = rest
+        page_shift, pages, least, most_log, blocks_log, parts_log = rest
         heads, queries, rows = lse.shape[1], lse.shape[2], out.shape[1]
         return Call(
             lengths=lengths, table=table, left=left, right=right, capacity=capacity, page_shift=page_shift, pages=pages,
             queries=queries, heads=heads, rows=rows, row_blocks=cute.ceil_div(rows, ROWS), least=least, most_log=most_log,
-            blocks_log=blocks_log,
+            blocks_log=blocks_log, parts_log=parts_log,
         )  # fmt: skip

@@ -6,12 +6,13 @@ from functools import cache
 
 import torch
 
-from warploom.decode.hopper.latent_config import ROWS, STATE_FLOATS, THREADS, TILE, LatentConfig
+from warploom.decode.hopper.latent_config import ROWS, THREADS, TILE, TOTAL_FLOATS, LatentConfig
 from warploom.decode.hopper.plan import DTYPES
 
-# Tiles of a split, at least. Many sequences would rather have few splits, one sequence many: with 8, 16 and 32 tiles 64
-# sequences of 4096 keys took 236, 198 and 176 us on an H100 (128 heads), one of 8192 keys 36, 53 and 88; Triton 569 and 51.
-LEAST = 8
+# Tiles of a split, at least. Many sequences would rather have few splits, one sequence many. On an H200, of 128 heads, 8, 12
+# and 16 take 160, 141 and 141 us for 64 sequences of 4096 keys, 214, 214 and 194 of 6144, 617, 538 and 526 for 128 of 8192;
+# 30, 42 and 42 for one of 8192, 35, 35 and 53 of 6144. FlashInfer takes 141 for 64 of 4096 and 30 for one of 8192.
+LEAST = 12
 # Queries × heads from which on it runs unasked: with 64 and 128 it was faster than Triton throughout, with 16 it was not.
 LEAST_ROWS = 64
 MOST_LOG = 6  # a sequence has up to 2^6 splits
@@ -60,9 +61,20 @@ def splits_log(tiles: int) -> int:
     return min(max(tiles // LEAST, 1).bit_length() - 1, MOST_LOG)
 
 
+def parts_log(tiles: int, log: int) -> int:
+    """2^log blocks leave up to 2^this parts of a unit: a block of an odd power of two of splits leaves two."""
+    return min(log + 1, splits_log(tiles)) if log else 0
+
+
+def levels(tiles: int, log: int) -> int:
+    """Of totals that a block keeps while it adds up its splits, four to one of the next level."""
+    each = max(splits_log(tiles) - log, 0)
+    return each // 2 if log else -(-each // 2)
+
+
 def kept_floats(tiles: int, log: int, blocks: int) -> int:
-    """Of what so many ``blocks`` keep while they put splits together: a place for each level of a tree of their own ones."""
-    return max(splits_log(tiles) - log, 0) * STATE_FLOATS * THREADS * blocks
+    """Of what so many ``blocks`` keep while they add up splits: a total of each level."""
+    return levels(tiles, log) * TOTAL_FLOATS * THREADS * blocks
 
 
 def named_set() -> list[LatentConfig]:

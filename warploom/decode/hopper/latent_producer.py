@@ -38,7 +38,7 @@ class LatentProducer(LatentBase):
         for item in cutlass.range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0], unroll=1):
             place = self.place(call, item)
             cut = self.cut(call, place.batch)
-            if self.has_splits(cut, place) > 0:
+            if (self.has_part(cut, place) > 0) & (cut.tiles > 0):
                 cute.arch.mbarrier_wait(shared.q_empty, q_phase)
                 q_phase ^= 1
                 expect(shared.q_full, ROWS * HEAD_DIM * 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warploom.decode.hopper import latent_plan as plan
-from warploom.decode.hopper.latent_config import HEAD_DIM_V, ROWS, TILE, LatentConfig
+from warploom.decode.hopper.latent_config import HEAD_DIM_V, ROWS, STATS, TILE, LatentConfig
 from warploom.decode.hopper.run import FAR, function_of, processors
 from warploom.decode.problem import DecodeArgs
 from warploom.runtime.alignment import aligned
@@ -85,12 +85,13 @@ def _plan_of(args: DecodeArgs) -> _Launch:
     units, tiles = batch * plan.row_blocks(queries, heads), -(-args.capacity // TILE)
     blocks = processors(args.q.device.index) // variant.cluster * variant.cluster
     log = plan.blocks_log(units, tiles, blocks)
-    levels = max(plan.splits_log(tiles) - log, 0)
-    parts = (units << log) * ROWS if log else 0
+    parts_log = plan.parts_log(tiles, log)
+    parts = (units << parts_log) * ROWS if log else 0
     left = FAR if args.left is None else max(min(args.left, FAR - 1), -FAR)
     band = (left, max(args.right, -FAR))
-    numbers = (args.scale, *band, args.capacity, shift, plan.LEAST, plan.MOST_LOG, log, levels, blocks)
-    sizes = (max(parts * HEAD_DIM_V, 4), max(2 * parts, 4), max(plan.kept_floats(tiles, log, min(blocks, units << log)), 4))
+    cuts = (plan.LEAST, plan.MOST_LOG, log, parts_log, plan.levels(tiles, log))
+    numbers = (args.scale, *band, args.capacity, shift, *cuts, blocks)
+    sizes = (max(parts * HEAD_DIM_V, 4), max(STATS * parts, 4), max(plan.kept_floats(tiles, log, min(blocks, units << log)), 4))
     return _Launch(variant, numbers, sizes)
 
 
