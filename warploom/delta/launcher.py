@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -63,12 +64,17 @@ def _same(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...], wid
 
 def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, records: bool) -> Launch | None:
     backend = cast(DeltaBackend, dispatch.find(chosen, "delta"))
+    packed, wide = given[0].ndim == 3, call.accumulator
+    others = [t for t in given[3:5] if t is not None and t.dtype != wide]
+    # Gradients are those of what a backward pass reads.
+    converts = any(records or not backend.reads(t.dtype) for t in others)
+    if others and not converts:
+        beta, decay = given[3:5] if not packed else [t if t is None else t.unsqueeze(0) for t in given[3:5]]
+        call = replace(call, beta=cast(Tensor, beta), decay=decay)
     forward = backend.bind(call, return_state)
     if forward is None:
         return None
-    numbers, options, packed = (call.scale, call.normalize_qk, call.eps), (chosen, return_state), given[0].ndim == 3
-    wide = call.accumulator
-    converts = any(t is not None and t.dtype != wide for t in given[3:5])
+    numbers, options = (call.scale, call.normalize_qk, call.eps), (chosen, return_state)
     nothing = like((0,), wide, call.q.device)
 
     def flat(

@@ -42,7 +42,7 @@ class Prepare(PrepareHead):
         self,
         q: cute.Tensor,  # (batch, seqlen, heads, E)
         k: cute.Tensor,
-        beta: cute.Tensor,  # (batch, seqlen, heads_v) fp32
+        beta: cute.Tensor,  # (batch, seqlen, heads_v) fp32, or words of `numbers`
         decay: cute.Tensor,  # as beta; not read without `decays`
         lengths: cute.Tensor,  # (batch,) int32, or empty
         cu: cute.Tensor,  # (sequences + 1,) int32, or empty

@@ -25,6 +25,7 @@ from warploom.delta.hopper.config import (
     PrepareConfig,
 )
 from warploom.delta.hopper.inverse import BLOCK_BYTES, Split, get, get_transposed, inverses, put_transposed, split, times
+from warploom.delta.hopper.numbers import number
 from warploom.kernels.cute.basics import DTYPES, LOG2_E, choose
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import (
@@ -82,8 +83,8 @@ class PrepareHead:
         """Two tokens' beta and decay, which `put_numbers` looks at; where tokens do not count, those of the last that does."""
         for e in cutlass.range_constexpr(2):
             row = at.start + cutlass.min(at.first + 2 * lane + e, at.live - 1)
-            loaded[e] = beta[at.batch, row, head]
-            loaded[2 + e] = decay[at.batch, row, head]
+            loaded[e] = number(beta, at.batch, row, head)
+            loaded[2 + e] = number(decay, at.batch, row, head)
 
     @cute.jit
     def play_head(self, room, at, prepared, item, decays, lane, loaded):
