@@ -12,7 +12,7 @@ from warploom.runtime import machine
 
 def on_device(t: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one, to which launches go; does nothing where it is already, and on a CPU."""
-    if t.is_cuda and t.get_device() != torch._C._cuda_getDevice():
+    if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
         return torch.cuda.device(t.device)
     return _HERE
 

@@ -54,10 +54,7 @@ def find(name: str, tensors: Sequence[Any], others: Sequence[Any], options: tupl
             key += [t is not None and t.requires_grad for t in tensors]
         for t in (*tensors, *others):
             # Of contiguous tensors strides follow from shapes, but for those that nothing is multiplied by.
-            if t is None:
-                key.append(None)
-            else:
-                key += t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device()
+            key += (None,) if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device())
         found = tuple(key)
         launch = dispatch.bound(found)
         if launch is None and not _OPTIONS.issuperset(types):

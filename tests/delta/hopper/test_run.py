@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import inspect
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -36,7 +35,6 @@ from warploom.delta.hopper.config import (
     WRITES,
 )
 from warploom.runtime import modules
-from warploom.runtime.module_spec import ModuleSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
