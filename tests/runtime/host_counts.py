@@ -46,7 +46,7 @@ MOST_CALLS = {
     "linear, both passes": 179,  # (604)
     "linear, both passes, decay": 212,  # (681)
     "linear on Hopper": 50,
-    "linear on Hopper, decay": 62,
+    "linear on Hopper, decay": 54,
     "linear on Hopper, both passes": 140,
     "linear step": 67,  # (252)
     "linear step, decay": 72,  # (271)
