@@ -103,9 +103,7 @@ def test_so_do_both_passes_of_a_call_with_gradients(name: str, kernel: StandIn) 
 
 
 @pytest.mark.parametrize("name", ["halves beside", "packed halves beside"])
-def test_a_backend_that_reads_halves_is_given_them_forward(
-    name: str, kernel: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_reads_halves_is_given_them_forward(name: str, kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward what it reads is converted, and gradients are halves."""
     seen: list[torch.dtype] = []
 
