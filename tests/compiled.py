@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -69,6 +70,12 @@ class Built:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if self.worker is not None:
             self.worker.close()
+
+
+def kernels_of(cubin: Path) -> dict[str, str]:
+    """The listing of each kernel of a module, by its name."""
+    parts = re.split(r"^\s*\.section\s+\.text\.([\w$]+)", machine_code(cubin), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def machine_code(cubin: Path) -> str:

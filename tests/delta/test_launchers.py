@@ -102,6 +102,37 @@ def test_so_do_both_passes_of_a_call_with_gradients(name: str, kernel: StandIn) 
         assert kernel.ways() == [way, f"{way} backward"]
 
 
+@pytest.mark.parametrize("name", ["halves beside", "packed halves beside"])
+def test_a_backend_that_reads_halves_is_given_them_forward(name: str, kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward what it reads is converted, and gradients are halves."""
+    seen: list[torch.dtype] = []
+
+    def bind(binds: Callable[..., Any]) -> Callable[..., Any]:
+        def found(*arguments: Any) -> Callable[..., Any]:
+            bound = binds(*arguments)
+
+            def launch(*tensors: Tensor) -> Any:
+                seen.append(tensors[3 if len(tensors) == len(NAMES) else 5].dtype)
+                return bound(*tensors)
+
+            return launch
+
+        return found
+
+    monkeypatch.setattr(triton.BACKEND, "reads", lambda dtype: dtype.itemsize == 2)
+    for method in ("bind", "bind_backward"):
+        monkeypatch.setattr(triton.BACKEND, method, bind(getattr(kernel, method)))
+    for _ in range(4):
+        given = KINDS[name]()
+        same(call(given), wanted(warploom.gated_delta_rule, given))
+        want = gradients(warploom.gated_delta_rule, {**given, "backend": "reference"})
+        same(gradients(warploom.gated_delta_rule, {**given, "backend": "triton"}), want)
+    assert seen == [torch.float16, torch.float16, torch.float32] * 2
+    kernel.takes = False
+    given = KINDS[name]()
+    same(call(given), wanted(warploom.gated_delta_rule, given))
+
+
 STEPS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": lambda: drawn(2, state=torch.randn(2, 3, 4, 6)),
     "rows of one token": lambda: drawn(2, 1, state=torch.randn(2, 3, 4, 6)),

@@ -46,7 +46,7 @@ MOST_CALLS = {
     "linear, both passes": 179,  # (604)
     "linear, both passes, decay": 212,  # (681)
     "linear on Hopper": 50,
-    "linear on Hopper, decay": 62,
+    "linear on Hopper, decay": 54,
     "linear on Hopper, both passes": 140,
     "linear step": 67,  # (252)
     "linear step, decay": 72,  # (271)
@@ -62,13 +62,13 @@ BACKWARD = ["back_kernel", "dq_kernel", "dk_kernel"]
 LAUNCHED = {
     "delta": ["prepare_kernel", "walk_kernel"],
     "delta, both passes": ["prepare_kernel", "walk_kernel", "prepare_kernel", "walk_kernel", *BACKWARD],
-    "delta on Hopper": ["delta_prepare", "delta_walk"],
-    "delta on Hopper, both passes": [f"delta_{n}" for n in ("prepare", "walk", "prepare", "keep", "back", "gradients")],
+    "delta on Hopper": ["delta_forward"],
+    "delta on Hopper, both passes": [f"delta_{n}" for n in ("forward", "prepare", "keep", "back", "gradients")],
     "delta step": ["step_kernel"],
     "linear": ["forward_kernel"],
     "linear, both passes": ["forward_kernel", "dq_kernel", "dkdv_kernel"],
     "linear on Hopper": ["linear_walk"],
-    "linear on Hopper, decay": ["logs_kernel", "linear_walk"],
+    "linear on Hopper, decay": ["linear_walk"],
     "linear on Hopper, both passes": ["linear_walk"] * 4,
     "linear step": ["step_kernel"],
     "decode, FP8": ["_rotate_kernel", "split_kernel"],

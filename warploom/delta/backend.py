@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from warploom.delta.problem import StepArgs
@@ -21,9 +22,14 @@ class DeltaBackend(Backend):
     none, in the accumulator's. It reads no result of the forward pass.
 
     What ``bind(call, return_state)`` makes takes q, k, v, beta, decay, state, lengths and cu_seqlens of further calls, perhaps
-    without a batch of 1, and returns what ``forward`` does; None where it does not take these addresses. What
-    ``bind_backward(call, dout, dstate)`` makes takes dout and dstate before those.
+    without a batch of 1, and returns what ``forward`` does; None where it does not take these addresses. Its call's beta and
+    decay may have any dtypes that the backend ``reads``. What ``bind_backward(call, dout, dstate)`` makes takes dout and dstate
+    before those.
     """
+
+    def reads(self, dtype: torch.dtype) -> bool:
+        """Whether bound launches read a beta or decay of this dtype, where it is not the accumulator's."""
+        return False
 
     def step(self, args: StepArgs, into: Tensor | None) -> tuple[Tensor, Tensor]:
         """Out (batch, heads_v, M) and the new state of one token a sequence.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -63,12 +64,17 @@ def _same(given: tuple[Tensor | None, ...], read: tuple[Tensor | None, ...], wid
 
 def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, records: bool) -> Launch | None:
     backend = cast(DeltaBackend, dispatch.find(chosen, "delta"))
+    packed, wide = given[0].ndim == 3, call.accumulator
+    narrow = [t.dtype for t in given[3:5] if t is not None and t.dtype != wide]
+    converts = any(not backend.reads(dtype) for dtype in narrow)
+    as_given = bool(narrow) and not converts  # for the forward pass; the backward one converts
+    if as_given:
+        beta, decay = given[3:5] if not packed else [t if t is None else t.unsqueeze(0) for t in given[3:5]]
+        call = replace(call, beta=cast(Tensor, beta), decay=decay)
     forward = backend.bind(call, return_state)
     if forward is None:
         return None
-    numbers, options, packed = (call.scale, call.normalize_qk, call.eps), (chosen, return_state), given[0].ndim == 3
-    wide = call.accumulator
-    converts = any(t is not None and t.dtype != wide for t in given[3:5])
+    numbers, options = (call.scale, call.normalize_qk, call.eps), (chosen, return_state)
     nothing = like((0,), wide, call.q.device)
 
     def flat(
@@ -76,6 +82,8 @@ def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, record
     ) -> tuple[object, ...]:
         if q.ndim == 3:
             q, k, v, beta, decay = _batch_of_one(q, k, v, beta, decay)
+        if as_given:
+            beta, decay = _converted(beta, decay, wide)
         return (q, k, v, beta, decay, *numbers, state, *where, *options)
 
     def filled(*tensors: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -83,7 +91,17 @@ def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, record
         return found if found is None or found[1] is not None else (found[0], torch.empty_like(nothing))
 
     def bind_backward(flat: tuple[object, ...], dout: Tensor, dstate: Tensor | None) -> Callable[..., Any] | None:
-        return backend.bind_backward(DeltaCall(*flat[:-2]), dout, dstate)  # type: ignore[arg-type]
+        bound = backend.bind_backward(DeltaCall(*flat[:-2]), dout, dstate)  # type: ignore[arg-type]
+        if bound is None or not as_given:
+            return bound
+
+        def launch(
+            dout: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None,
+            *others: Tensor | None,
+        ) -> Any:  # fmt: skip
+            return bound(dout, dstate, q, k, v, *_converted(beta, decay, wide), *others)
+
+        return launch
 
     constant = delta_op.constant(options)
     launcher = kept.Launcher(delta_op, flat, filled if records else forward, bind_backward, constant)
@@ -95,13 +113,17 @@ def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, record
         q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor | None, *where: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         if converts:
-            beta, decay = beta.to(wide), None if decay is None else decay.to(wide)
+            beta, decay = _converted(beta, decay, wide)
         if packed and records:
             q, k, v, beta, decay = _batch_of_one(q, k, v, beta, decay)
         out, last = run(q, k, v, beta, decay, state, *where)
         return out.squeeze(0) if packed else out, last
 
     return launch
+
+
+def _converted(beta: Tensor, decay: Tensor | None, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return beta.to(wide), None if decay is None else decay.to(wide)
 
 
 def _batch_of_one(
@@ -124,7 +146,7 @@ def _bind_step(
         q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, decay: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
         if beta.dtype != wide or (decay is not None and decay.dtype != wide):
-            beta, decay = beta.to(wide), None if decay is None else decay.to(wide)
+            beta, decay = _converted(beta, decay, wide)
         found = run(q, k, v, beta, state, decay)
         if found is None:
             return None

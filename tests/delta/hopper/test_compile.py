@@ -1,27 +1,31 @@
-"""All modules compile for sm_90a here, without a GPU: registers, no spills in the walk, TMA and wgmma in the machine code."""
+"""Modules compile for sm_90a here, without a GPU: registers, no spills in the walk, TMA and wgmma in the machine code."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.compiled import Built, machine_code
-from warploom.delta.hopper.config import BackConfig, GradientConfig, KeepConfig, PrepareConfig, WalkConfig
-from warploom.delta.hopper.plan import backs, gradients, modules_of
+from tests.compiled import Built, kernels_of, machine_code
+from warploom.delta.hopper.config import BackConfig, ForwardConfig, GradientConfig, KeepConfig
+from warploom.delta.hopper.plan import backs, gradients, modules_of, prepare
 from warploom.runtime import modules
+from warploom.runtime.cubin import resources
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
 # The wider tile of keys, which takes the most registers, and one of the narrower.
 CORE = {config.name: config for config in modules_of("bfloat16", 128)}
-CORE |= {config.name: config for config in [WalkConfig("bfloat16", 64, 1), *backs("bfloat16", 128), gradients("bfloat16", 128)]}
+CORE |= {config.name: config for config in [ForwardConfig("bfloat16", 64, 1), *backs("bfloat16", 128)]}
 CORE |= {config.name: config for config in [KeepConfig("bfloat16", 128), KeepConfig("bfloat16", 128, 2, True)]}
-WALKS = [name for name, config in CORE.items() if isinstance(config, WalkConfig)]
+CORE |= {config.name: config for config in [gradients("bfloat16", 128), prepare("bfloat16", 128)]}
+FORWARDS = [name for name, config in CORE.items() if isinstance(config, ForwardConfig)]
 BACKS = [name for name, config in CORE.items() if isinstance(config, KeepConfig | BackConfig)]
 GRADIENTS = [name for name, config in CORE.items() if isinstance(config, GradientConfig)]
-PREPARES = [name for name, config in CORE.items() if isinstance(config, PrepareConfig)]
+PREPARES = [*FORWARDS, prepare("bfloat16", 128).name]
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +34,20 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
         yield built
 
 
-@pytest.mark.parametrize("name", WALKS)
+def kernel(cubin: Path, part: str) -> tuple[Any, str]:
+    """What one of a module's kernels takes, and its listing."""
+    ((name, listing),) = ((name, text) for name, text in kernels_of(cubin).items() if part in name)
+    (found,) = (found for found in resources(cubin.read_bytes()) if found.kernel == name)
+    return found, listing
+
+
+@pytest.mark.parametrize("name", FORWARDS)
 def test_walk(name: str, built: Built) -> None:
     """Products wait for each other only where the source says so; nothing is spilled."""
-    config, facts, cubin = built[name]
-    assert facts["stack"] == 0, "registers spill"
-    assert facts["registers"] <= 65536 // ((1 + config.warpgroups) * 128)
-    listing = machine_code(cubin)
+    config, _, cubin = built[name]
+    found, listing = kernel(cubin, "walkWalk")
+    assert found.stack == 0, "registers spill"
+    assert found.registers <= 65536 // ((1 + config.warpgroups) * 128)
     assert "UTMALDG" in listing and "UTMASTG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     # k S and q S; two products within the chunk; the state.
     assert listing.count("HGMMA") == 2 * config.width // 16 + 3 * 4
@@ -46,9 +57,10 @@ def test_walk(name: str, built: Built) -> None:
 
 @pytest.mark.parametrize("name", PREPARES)
 def test_prepare(name: str, built: Built) -> None:
-    config, facts, cubin = built[name]
-    assert facts["registers"] <= 65536 // (config.blocks * 128)
-    listing = machine_code(cubin)
+    config, _, cubin = built[name]
+    found, listing = kernel(cubin, "preparePrepare")
+    blocks = (config.prepare if isinstance(config, ForwardConfig) else config).blocks
+    assert found.registers <= 65536 // (blocks * 128)
     assert listing.count("HGMMA") == 2 * config.width // 16
     assert len(re.findall(r"\bHMMA", listing)) == 17 * 2 * 3, "products of blocks, of two halves each, in three parts"
 

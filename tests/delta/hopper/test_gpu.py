@@ -205,6 +205,24 @@ def test_dispatch_and_a_state_passed_on() -> None:
     assert equal((torch.cat([first, second], 1), last), (out, state))
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_beta_and_decay_are_read_as_they_are(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Kept calls give the bits of checked ones, which convert; from odd addresses and by odd strides too, packed or not."""
+    call, *_ = drawn(tokens=200, heads=2, group=3, e=128, m=64).call()
+    assert call.decay is not None
+    beta, decay = (t.to(dtype) for t, dtype in zip((call.beta, call.decay), dtypes, strict=True))
+    wider = [torch.cat([t[..., :1], t], -1)[..., 1:] for t in (beta, decay)]
+    turned = [t.mT.contiguous().mT for t in (beta, decay)]
+    for given in ((beta, decay), wider, turned):
+        rows = call.q, call.k, call.v, *given
+        found = [gated_delta_rule(*rows, normalize_qk=True, return_state=True) for _ in range(4)]
+        assert all(equal(each, found[0]) for each in found)
+        whole = [t[0] for t in rows]
+        starts = torch.tensor([0, 77, 200], dtype=torch.int32, device="cuda")
+        found = [gated_delta_rule(*whole, normalize_qk=True, cu_seqlens=starts, return_state=True) for _ in range(4)]
+        assert all(equal(each, found[0]) for each in found)
+
+
 def test_a_device_that_is_not_the_current_one() -> None:
     index = torch.cuda.device_count() - 1
     call, *_ = drawn(tokens=100, heads=2, e=64, m=64).call()

@@ -15,13 +15,12 @@ from warploom.commands.build import named_set as every_module
 from warploom.delta import hopper, registry  # noqa: F401  (registry fills the dispatch list)
 from warploom.delta.hopper.config import (
     BACK_SOURCES,
+    FORWARD_SOURCES,
     GRADIENT_SOURCES,
     PREPARE_SOURCES,
-    WALK_SOURCES,
-    PrepareConfig,
-    WalkConfig,
+    ForwardConfig,
 )
-from warploom.delta.hopper.plan import LONGEST, back, back_modules_of, gradients, keep, modules_of, named_set, prepare, walk
+from warploom.delta.hopper.plan import LONGEST, back, back_modules_of, forward, gradients, keep, modules_of, named_set, prepare
 from warploom.delta.problem import DeltaCall, StepArgs
 from warploom.runtime import dispatch, module_spec, modules, traced
 
@@ -135,15 +134,15 @@ def test_dispatch_can_be_traced(machine: None, monkeypatch: pytest.MonkeyPatch, 
 
 def test_how_many_warpgroups() -> None:
     """Two where one each would need another wave; one where an odd number of tiles would leave the second nothing."""
-    assert walk("bfloat16", 128, 128, 66, 132).warpgroups == 1
-    assert walk("bfloat16", 128, 128, 67, 132).warpgroups == 2
-    assert walk("bfloat16", 128, 64, 500, 132).warpgroups == 1
-    assert walk("bfloat16", 64, 72, 500, 132) == WalkConfig("bfloat16", 64, 2)
+    assert forward("bfloat16", 128, 128, 66, 132).warpgroups == 1
+    assert forward("bfloat16", 128, 128, 67, 132).warpgroups == 2
+    assert forward("bfloat16", 128, 64, 500, 132).warpgroups == 1
+    assert forward("bfloat16", 64, 72, 500, 132) == ForwardConfig("bfloat16", 64, 2)
 
 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
-    assert len(set(names)) == len(names) == 22
+    assert len(set(names)) == len(names) == 20
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}
     for variant in named_set():
@@ -154,9 +153,9 @@ def test_names_and_the_named_set() -> None:
 def test_named_set_has_every_variant_of_a_call() -> None:
     for e in (8, 64, 72, 128):
         assert {*modules_of("bfloat16", e), *back_modules_of("bfloat16", e)} <= set(named_set())
-        assert prepare("bfloat16", e) in modules_of("bfloat16", e)
+        assert prepare("bfloat16", e) in back_modules_of("bfloat16", e)
         for m, heads in ((64, 1), (128, 1), (256, 500)):
-            assert walk("bfloat16", e, m, heads, 132) in modules_of("bfloat16", e)
+            assert forward("bfloat16", e, m, heads, 132) in modules_of("bfloat16", e)
             columns = "bfloat16", e, m, heads, 132
             walks = keep(*columns), keep(*columns, True), back(*columns)
             assert {*walks, gradients("bfloat16", e)} <= set(back_modules_of("bfloat16", e))
@@ -164,5 +163,4 @@ def test_named_set_has_every_variant_of_a_call() -> None:
 
 def test_sources_are_what_kernels_import() -> None:
     """Else an edit of a file that is not listed would leave modules of the older one in use."""
-    assert imported("delta/hopper/build.py") == {*PREPARE_SOURCES, *WALK_SOURCES, *BACK_SOURCES, *GRADIENT_SOURCES}
-    assert isinstance(prepare("bfloat16", 128), PrepareConfig)
+    assert imported("delta/hopper/build.py") == {*PREPARE_SOURCES, *FORWARD_SOURCES, *BACK_SOURCES, *GRADIENT_SOURCES}

@@ -1,10 +1,10 @@
-"""What the host does before the launches, with both kernels in Python in their places: operands, views, slots, states."""
+"""What the host does before a launch, with both kernels in Python in their places: operands, views, slots, states."""
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -35,7 +35,6 @@ from warploom.delta.hopper.config import (
     WRITES,
 )
 from warploom.runtime import modules
-from warploom.runtime.module_spec import ModuleSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -137,18 +136,34 @@ def walk(
                 last[n, head] = s
 
 
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, prepared: Tensor, state: Tensor, last: Tensor, lengths: Tensor, cu: Tensor,
+    beta: int, beta_batch: int, beta_row: int, beta_head: int, beta_words: int,
+    decay: int, decay_batch: int, decay_row: int, decay_head: int, decay_words: int,
+    scale: float, eps: float, normalize: int, decays: int,
+) -> None:  # fmt: skip
+    betas = numbers(beta, v.shape[:3], (beta_batch, beta_row, beta_head), beta_words)
+    logs = numbers(decay, v.shape[:3], (decay_batch, decay_row, decay_head), decay_words)
+    prepare(q, k, betas, logs, lengths, cu, prepared, scale, eps, normalize, decays)
+    walk(q, k, v, out, prepared, state, last, lengths, cu)
+
+
+def numbers(address: int, shape: tuple[int, ...], strides: tuple[int, ...], words: int) -> Tensor:
+    """Those that lie at an address, strides in words of 16 bits; in fp32."""
+    size = words + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    memory = torch.frombuffer((ctypes.c_int16 * size).from_address(address), dtype=torch.int16)
+    apart = memory.view(torch.bfloat16 if words == 1 else torch.float32)
+    return apart.as_strided(shape, [stride // words for stride in strides]).float()
+
+
 def readable(t: Tensor) -> None:
     assert t.dtype == torch.bfloat16 and t.stride(-1) == 1 and not t.data_ptr() % 16
     assert all(s % 8 == 0 for s in t.stride()[:-1])
 
 
-def load(spec: ModuleSpec) -> Callable[..., None]:
-    return prepare if spec.name.startswith("delta_prepare") else walk
-
-
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modules, "fetch", load)
+    monkeypatch.setattr(modules, "fetch", lambda spec: forward)
     monkeypatch.setattr(run, "processors", lambda index: 132)
 
 
@@ -181,6 +196,7 @@ def test_kernels_in_python_take_what_the_compiled_ones_take() -> None:
     """By position: else what the host hands over in a wrong order would be right here."""
     assert [*inspect.signature(prepare).parameters, "stream"] == parameters("delta/hopper/prepare.py", "Prepare.__call__")
     assert [*inspect.signature(walk).parameters, "stream"] == parameters("delta/hopper/walk.py", "Walk.__call__")
+    assert [*inspect.signature(forward).parameters, "stream"] == parameters("delta/hopper/forward.py", "Forward.__call__")
 
 
 def test_a_matrix_there_and_back() -> None:
@@ -219,6 +235,20 @@ def test_a_kept_launcher_runs_calls_of_its_kind(name: str) -> None:
     apart = torch.cat([other.k[..., :1], other.k], -1)[..., 1:]
     assert launch(other.q, apart, *rows[2:], *where) is None
     assert hopper.BACKEND.bind(replace(call, k=apart), True) is None
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str)
+def test_beta_and_decay_are_read_in_their_own_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """At odd strides too, from an address that is no word's."""
+    call, *_ = drawn(batch=2, heads=2, tokens=70).call()
+    assert call.decay is not None and all(map(hopper.BACKEND.reads, dtypes))
+    beta, decay = (t.to(dtype) for t, dtype in zip((call.beta, call.decay), dtypes, strict=True))
+    beta = torch.cat([beta[..., :1], beta], -1)[..., 1:]
+    want = hopper.BACKEND.forward(replace(call, beta=beta.float(), decay=decay.float()), True)
+    launch = hopper.BACKEND.bind(replace(call, beta=beta, decay=decay), True)
+    assert launch is not None
+    found = launch(call.q, call.k, call.v, beta, decay, call.state, None, None)
+    assert found is not None and all(torch.equal(a, b) for a, b in zip(found, want, strict=True))  # type: ignore[arg-type]
 
 
 def test_a_refusal_that_nothing_changes_is_told_from_a_module_that_may_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,14 @@ from tests.compiled import Built
 from tests.sm90.launch import Traced, launch
 from tests.sm90.machine import Machine
 from tests.sm90.state import Launch
-from warploom.delta.hopper.config import CHUNK, ITEM, WalkConfig
+from warploom.delta.hopper.config import CHUNK, ITEM, ForwardConfig
 from warploom.kernels.cute.packed import RAGGED
 from warploom.runtime import modules
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
-CORE = {"one": WalkConfig("bfloat16", 128, 1), "two": WalkConfig("bfloat16", 128, 2)}
+CORE = {"one": ForwardConfig("bfloat16", 128, 1), "two": ForwardConfig("bfloat16", 128, 2)}
+WALK = "kernel_cutlass_kernel_warploomdeltahopperwalkWalk"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def walk(traced: Traced, chunks: int) -> Launch:
 @pytest.mark.parametrize("chunks", [1, 5])
 @pytest.mark.parametrize("name", CORE)
 def test_no_hang_and_no_race(name: str, chunks: int, built: Built) -> None:
-    traced, seed = built.traced(name), random.randrange(2**32)
+    traced, seed = built.traced(name, WALK), random.randrange(2**32)
     print(f"seed {seed}")
     machine = Machine(traced.kernel, walk(traced, chunks), seed).run()
     assert machine.stored == chunks * CORE[name].warpgroups
@@ -50,10 +51,10 @@ def test_no_hang_and_no_race(name: str, chunks: int, built: Built) -> None:
 
 def test_each_barrier_is_needed(built: Built) -> None:
     """A barrier that lets everybody pass is noticed, each in turn."""
-    traced = built.traced("two")
+    traced = built.traced("two", WALK)
     problem = walk(traced, 8)
     block = Machine(traced.kernel, problem, 0).run().blocks[0]
-    assert len(block.mbarriers) == 2 * CORE["two"].stages
+    assert len(block.mbarriers) == 2 * CORE["two"].walk.stages
     missed = []
     for barrier in [*block.mbarriers, *(b.name for b in block.named.values())]:
         try:

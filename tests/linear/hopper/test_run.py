@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,7 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         bias: Tensor | None,
         states: Tensor | None,
         fades: Tensor | None,
+        logs: Tensor | None,
         scale: float,
     ) -> None:
         for t in (a, b, c, out):
@@ -59,10 +61,18 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         else:
             assert states is None and fades is None
         scores = torch.einsum("bihe,bjhe->bhij", a.double(), b.double())
+        assert (logs is not None) == (variant["fading"] and not (variant["a_head"] or variant["reverse"] or variant["cut"]))
+        if logs is not None:
+            assert weights is not None and logs.dtype == torch.float32 and logs.shape == a.shape[:3]
+            padded = torch.nn.functional.pad(logs, (0, 0, 0, weights.shape[2] - logs.shape[1]))
+            weights.copy_(sums_of_logs(padded, variant["chunk"]))
         for vector, present in ((weights, variant["weighted"] or variant["fading"]), (bias, variant["biased"])):
             assert (vector is not None) == present
             if vector is not None:
-                shape = (1, a.shape[2], 1) if variant["a_head"] else scores.shape[:3]
+                rows = a.shape[1]
+                if variant["fading"] and not variant["cut"]:
+                    rows = -(-rows // variant["chunk"]) * variant["chunk"]
+                shape = (a.shape[2],) if variant["a_head"] else (*scores.shape[:2], rows)
                 assert vector.is_contiguous() and vector.dtype == torch.float32 and vector.shape == shape
         if bias is not None:
             assert variant["reverse"] and variant["weighted"]
@@ -70,9 +80,10 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         scores = scores.triu() if variant["reverse"] else scores.tril()
         if variant["a_head"]:
             assert weights is not None
-            weights = sums_of_logs(weights.mT.expand(a.shape[:3]), variant["chunk"])
+            weights = sums_of_logs(weights.expand(a.shape[:3]), variant["chunk"])
         if variant["fading"]:
             assert weights is not None
+            weights = weights[..., : a.shape[1]]
             # Sums within chunks, of all before and of the token's own, in log2.
             ends = weights[..., variant["chunk"] - 1 :: variant["chunk"]].double().cumsum(-1)
             before = torch.nn.functional.pad(ends, (1, 0)).repeat_interleave(variant["chunk"], -1)[..., : weights.shape[2]]
@@ -163,9 +174,8 @@ def sums_of_logs(logs: Tensor, chunk: int) -> Tensor:
 
 @pytest.mark.parametrize("decay", ["head", "token that forgets"])
 @pytest.mark.parametrize("dims", [(136, 136), (72, 128)], ids=str)
-def test_a_decay(dims: tuple[int, int], decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decay(dims: tuple[int, int], decay: str) -> None:
     """More than one chunk."""
-    monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
     case = Case(random.randrange(2**31), rows=150, batch=2, heads=3, e=dims[0], m=dims[1], decay=decay, scale=0.3, **PLAIN)
     call, dout, *_ = case.call()
     call = replace(call, decay_grad=False)
@@ -177,21 +187,25 @@ def test_segments(decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The walk is given what the segments' own states were asked for."""
     rows, heads, asked = 3 * 1024, 4, []
 
-    def own_states(k: Tensor, v: Tensor, logs: Tensor, segments: int, chunk: int) -> tuple[Tensor, Tensor]:
-        for t in (k, v):
-            readable(t)
-        asked.append((segments, chunk, tuple(logs.shape)))
-        shape = k.shape[0], k.shape[2], segments
-        return torch.zeros(*shape, 64, 64), torch.zeros(shape)
+    def bind_states(k: Tensor, v: Tensor, segments: int, chunk: int, log_stride: int, a_head: bool) -> Any:
+        def own_states(k: Tensor, v: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
+            for t in (k, v):
+                readable(t)
+            asked.append((segments, chunk, tuple(logs.shape)))
+            assert logs.stride()[-2 + a_head] == log_stride
+            shape = k.shape[0], k.shape[2], segments
+            return torch.zeros(*shape, 64, 64), torch.zeros(shape)
 
-    monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
-    monkeypatch.setattr(run, "own_states", own_states)
+        return own_states
+
+    monkeypatch.setattr(run, "bind_sums", lambda logs, chunk: partial(sums_of_logs, chunk=chunk))
+    monkeypatch.setattr(run, "bind_states", bind_states)
     monkeypatch.setattr(hopper, "_processors", lambda index: 3 * heads)
     case = Case(random.randrange(2**31), rows=rows, heads=heads, e=64, m=64, decay=decay, scale=0.3, **PLAIN)
     call, dout, *_ = case.call()
     call = replace(call, decay_grad=False)
     assert_near({"out": hopper.BACKEND.forward(call, False)[0]}, results(call, dout, None, None, exact=True))
-    assert asked == [(SEGMENTS, 64, (1, heads, 1) if decay == "head" else (1, heads, rows))]
+    assert asked == [(SEGMENTS, 64, (heads,) if decay == "head" else (1, heads, rows))]
 
     assert_goes_on(call, dout, monkeypatch)
 
@@ -211,7 +225,6 @@ def assert_goes_on(call: LinearCall, dout: Tensor, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_decay_with_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
     case = Case(random.randrange(2**31), rows=150, heads=3, e=128, m=128, decay="token", scale=0.3, **PLAIN)
     call, dout, *_ = case.call()
     assert call.decay_grad
@@ -222,7 +235,6 @@ def test_a_decay_with_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("decay", [None, "token"], ids=str)
 def test_bound(decay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept gives what the call gave, and hands back what starts off 16 bytes."""
-    monkeypatch.setattr(run, "sums_of_logs", sums_of_logs)
     case = Case(random.randrange(2**31), rows=150, heads=3, e=72, m=128, decay=decay, scale=0.3, **PLAIN)
     call, dout, *_ = case.call()
     call = replace(call, decay_grad=False)

@@ -43,7 +43,7 @@ def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
         "b": ((seqlen, dim, 1, 1), ()),
         "c": ((seqlen, dim_v, 1, 1), ()),
         "out": ((seqlen, dim_v, 1, 1), (dim_v, dim_v, seqlen * dim_v)),
-        "weights": ((1, 1, 1), (1, 1)) if config.a_head else ((1, 1, seqlen), (seqlen, seqlen)),
+        "weights": ((1,), (1,)) if config.a_head else ((1, 1, seqlen), (seqlen, seqlen)),
         "bias": ((1, 1, seqlen), (seqlen, seqlen)),
         "states": ((1, 1, SEGMENTS, dim_v, dim), (SEGMENTS * dim_v * dim, SEGMENTS * dim_v * dim, dim_v * dim, dim)),
         "fades": ((1, 1, SEGMENTS), (SEGMENTS, SEGMENTS)),

@@ -36,10 +36,10 @@ def test_own_states(seqlen: int, segments: int, kind: str) -> None:
         decay[torch.rand(decay.shape, generator=generator) > 0.97] = -torch.inf
     if kind == "head":
         one = decay[0, 0]
-        logs, decay = one.repeat_interleave(2)[::2][None, :, None], one.expand(decay.shape)
+        logs, decay = one.repeat_interleave(2)[::2], one.expand(decay.shape)
     else:
         logs = rows.sums_of_logs(decay, CHUNK)
-    states, fades = cut.own_states(k, v, logs, segments, CHUNK)
+    states, fades = cut.bind_states(k, v, segments, CHUNK, logs.stride()[-2:][0], logs.ndim == 1)(k, v, logs)
     assert states.shape == (BATCH, HEADS, segments, 64, 64) and fades.shape == (BATCH, HEADS, segments)
     near = 1e-3 if "forgets" in kind else 1e-4
     each = -(-seqlen // (CHUNK * segments)) * CHUNK

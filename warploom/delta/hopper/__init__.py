@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NAME = "hopper"
 _DTYPES = {torch.bfloat16: "bfloat16"}
+_READS = (torch.float32, torch.bfloat16)  # as beta and decay
 
 
 @traced.constant
@@ -79,6 +80,10 @@ class Hopper(DeltaBackend):
         from warploom.delta.hopper.run import forward as run
 
         return run(call, return_state)
+
+    def reads(self, dtype: torch.dtype) -> bool:
+        """See `warploom.delta.backend`."""
+        return dtype in _READS
 
     def bind(self, call: DeltaCall, return_state: bool = False) -> Callable[..., tuple[Tensor, Tensor | None] | None] | None:
         """What launches further calls of this kind; see `warploom.delta.backend`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_tensor
 
 from warploom.delta.hopper.back import Back
@@ -15,15 +15,15 @@ from warploom.delta.hopper.config import (
     COLUMNS,
     ITEM,
     BackConfig,
+    ForwardConfig,
     GradientConfig,
     KeepConfig,
     PrepareConfig,
-    WalkConfig,
 )
+from warploom.delta.hopper.forward import Forward
 from warploom.delta.hopper.gradients import Gradients
 from warploom.delta.hopper.keep import Keep
 from warploom.delta.hopper.prepare import Prepare
-from warploom.delta.hopper.walk import Walk
 from warploom.kernels.cute.arguments import rows, stream, vector, view
 from warploom.kernels.cute.basics import DTYPES
 from warploom.runtime.compile import compile_kernel
@@ -38,12 +38,15 @@ def compile_prepare(config: dict[str, Any], name: str, library: Path) -> dict[st
     return compile_kernel(Prepare(variant), arguments, name, library)
 
 
-def compile_walk(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
-    """Write ``library``, which exports ``name``; returns registers and stack."""
-    variant = WalkConfig(**config)
+def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
+    """Write ``library``, which exports ``name``; returns registers and stack, the larger ones of two kernels."""
+    variant = ForwardConfig(**config)
     tensors = [view(DTYPES[variant.dtype], 3) for _ in range(4)]
-    arguments = [*tensors, prepared(), states(), states(), vector(Int32), vector(Int32), stream()]
-    return compile_kernel(Walk(variant), arguments, name, library)
+    arguments = [*tensors, prepared(), states(), states(), vector(Int32), vector(Int32)]
+    for _ in ("beta", "decay"):
+        arguments += [Int64(0) for _ in range(4)] + [Int32(0)]
+    arguments += [Float32(1.0), Float32(1.0), Int32(0), Int32(0), stream()]
+    return compile_kernel(Forward(variant), arguments, name, library)
 
 
 def states() -> Any:

@@ -34,7 +34,7 @@ _SHARED = (
     "runtime/compile.py",
 )
 PREPARE_SOURCES = (
-    *(f"{_HERE}/{file}.py" for file in ("build", "config", "inverse", "prepare", "prepare_head", "place")),
+    *(f"{_HERE}/{file}.py" for file in ("build", "config", "inverse", "numbers", "prepare", "prepare_head", "place")),
     *_SHARED,
 )
 
@@ -65,10 +65,10 @@ class PrepareConfig:
         return ModuleSpec(self.name, "sm_90a", "warploom.delta.hopper.build:compile_prepare", config, PREPARE_SOURCES)
 
 
-WALK_SOURCES = (
-    *(f"{_HERE}/{file}.py" for file in ("build", "config", "place", "walk", "walk_base", "walk_consumer", "walk_producer")),
+FORWARD_SOURCES = (
+    *(f"{_HERE}/{file}.py" for file in ("forward", "walk", "walk_base", "walk_consumer", "walk_producer")),
     *(f"kernels/cute/{file}.py" for file in ("barriers", "rings")),
-    *_SHARED,
+    *PREPARE_SOURCES,
 )
 
 
@@ -82,20 +82,39 @@ class WalkConfig:
     stages: int = 3
 
     @property
+    def stage_bytes(self) -> int:
+        """What is loaded for a chunk."""
+        return 2 * CHUNK * (2 * self.width + self.warpgroups * COLUMNS) + 4 * ITEM
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """What is fixed when both kernels of a forward pass are compiled, which one call launches."""
+
+    dtype: str  # "bfloat16"
+    width: int  # of the tile of keys: 64 or 128
+    warpgroups: int = 2  # of COLUMNS value columns each, in a block of the walk
+
+    @property
+    def prepare(self) -> PrepareConfig:
+        """The kernel that goes first."""
+        return PrepareConfig(self.dtype, self.width)
+
+    @property
+    def walk(self) -> WalkConfig:
+        """The other one."""
+        return WalkConfig(self.dtype, self.width, self.warpgroups)
+
+    @property
     def name(self) -> str:
         """File name and symbol."""
-        return f"delta_walk_sm90_{self.dtype}_d{self.width}_w{self.warpgroups}s{self.stages}"
+        return f"delta_forward_sm90_{self.dtype}_d{self.width}_b{self.prepare.blocks}_w{self.warpgroups}s{self.walk.stages}"
 
     @cached_property
     def spec(self) -> ModuleSpec:
         """The module that holds this variant."""
         config = tuple(asdict(self).items())
-        return ModuleSpec(self.name, "sm_90a", "warploom.delta.hopper.build:compile_walk", config, WALK_SOURCES)
-
-    @property
-    def stage_bytes(self) -> int:
-        """What is loaded for a chunk."""
-        return 2 * CHUNK * (2 * self.width + self.warpgroups * COLUMNS) + 4 * ITEM
+        return ModuleSpec(self.name, "sm_90a", "warploom.delta.hopper.build:compile_forward", config, FORWARD_SOURCES)
 
 
 BACK_SOURCES = (

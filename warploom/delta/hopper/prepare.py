@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.delta.hopper.config import CHUNK, COLUMNS, MATRIX
@@ -42,7 +42,7 @@ class Prepare(PrepareHead):
         self,
         q: cute.Tensor,  # (batch, seqlen, heads, E)
         k: cute.Tensor,
-        beta: cute.Tensor,  # (batch, seqlen, heads_v) fp32
+        beta: cute.Tensor,  # (batch, seqlen, heads_v) fp32; in a forward pass words of `numbers`
         decay: cute.Tensor,  # as beta; not read without `decays`
         lengths: cute.Tensor,  # (batch,) int32, or empty
         cu: cute.Tensor,  # (sequences + 1,) int32, or empty
@@ -117,14 +117,21 @@ class Prepare(PrepareHead):
         address_q, address_k = tiles.toint(), (tiles + cute.cosize(layout)).toint()
         self.load(q, at, head, address_q)
         self.load(k, at, head, address_k)
-        cute.arch.cp_async_commit_group()
         # Under the same wait as queries and keys.
         group = beta.shape[2] // k.shape[2]
         loaded = cute.make_rmem_tensor(4, Float32)
-        self.load_numbers(at, beta, decay, head * group + cutlass.min(warp, group - 1), lane, loaded)
+        numbers = storage.numbers.data_ptr().toint() + warp * (3 * CHUNK * 4)
+        own = head * group + cutlass.min(warp, group - 1)
+        if const_expr(not self.config.gradients):
+            self.ask_numbers(at, beta, decay, own, lane, numbers)
+        cute.arch.cp_async_commit_group()
+        if const_expr(self.config.gradients):
+            self.load_numbers(at, beta, decay, own, lane, loaded)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
+        if const_expr(not self.config.gradients):
+            self.take_numbers(at, beta, decay, own, lane, numbers, loaded)
         part = mma.get_slice(0)
         left_q, left_k = (mma.make_fragment_A(part.partition_A(tile)) for tile in (tile_q, tile_k))
         right = mma.make_fragment_B(part.partition_B(tile_k))
@@ -147,12 +154,18 @@ class Prepare(PrepareHead):
             keys=products,
             queries=products + BLOCKS_BELOW * FRAGMENT_BYTES,
             blocks=address_q + (WARPS * 4 * MATRIX + warp * (2 * BLOCK_BYTES)),
-            numbers=storage.numbers.data_ptr().toint() + warp * (3 * CHUNK * 4),
+            numbers=numbers,
             norms=norms,
         )
         for i in cutlass.range(warp, group, WARPS, unroll=1):
             if i != warp:
-                self.load_numbers(at, beta, decay, head * group + i, lane, loaded)
+                if const_expr(self.config.gradients):
+                    self.load_numbers(at, beta, decay, head * group + i, lane, loaded)
+                else:
+                    self.ask_numbers(at, beta, decay, head * group + i, lane, numbers)
+                    cute.arch.cp_async_commit_group()
+                    cute.arch.cp_async_wait_group(0)
+                    self.take_numbers(at, beta, decay, head * group + i, lane, numbers, loaded)
             self.play_head(room, at, prepared, Int64(slot) * beta.shape[2] + (head * group + i), decays, lane, loaded)
         if lane == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -25,6 +25,7 @@ from warploom.delta.hopper.config import (
     PrepareConfig,
 )
 from warploom.delta.hopper.inverse import BLOCK_BYTES, Split, get, get_transposed, inverses, put_transposed, split, times
+from warploom.delta.hopper.numbers import cp_async4, number, place
 from warploom.kernels.cute.basics import DTYPES, LOG2_E, choose
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import (
@@ -81,9 +82,32 @@ class PrepareHead:
     def load_numbers(self, at, beta, decay, head, lane, loaded):
         """Two tokens' beta and decay, which `put_numbers` looks at; where tokens do not count, those of the last that does."""
         for e in cutlass.range_constexpr(2):
-            row = at.start + cutlass.min(at.first + 2 * lane + e, at.live - 1)
+            row = self.row(at, lane, e)
             loaded[e] = beta[at.batch, row, head]
             loaded[2 + e] = decay[at.batch, row, head]
+
+    @cute.jit
+    def ask_numbers(self, at, beta, decay, head, lane, words):
+        """As ``load_numbers``, of tensors of words: into 16 bytes a lane of shared memory at ``words``, with queries and keys.
+
+        ptxas moves plain loads, of which more is left to do, behind the wait for those.
+        """
+        for e in cutlass.range_constexpr(2):
+            for n, t in enumerate((beta, decay)):
+                cp_async4(words + lane * 16 + (2 * n + e) * 4, place(t, at.batch, self.row(at, lane, e), head) & -4)
+
+    @cute.jit
+    def take_numbers(self, at, beta, decay, head, lane, words, loaded):
+        """What ``ask_numbers`` asked for, once it is there; then all lanes' words may be written over."""
+        found = load_shared(words + lane * 16, 0, 4)
+        for e in cutlass.range_constexpr(2):
+            for n, t in enumerate((beta, decay)):
+                loaded[2 * n + e] = number(t, place(t, at.batch, self.row(at, lane, e), head), found[2 * n + e])
+        cute.arch.sync_warp()
+
+    def row(self, at: Any, lane: Any, e: int) -> Any:
+        """A lane's token."""
+        return at.start + cutlass.min(at.first + 2 * lane + e, at.live - 1)
 
     @cute.jit
     def play_head(self, room, at, prepared, item, decays, lane, loaded):

@@ -1,38 +1,33 @@
-"""Running a call: all chunks prepared, then walked."""
+"""Running a call: all chunks prepared, then walked, by one call of their module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from warploom.delta.hopper import plan
 from warploom.delta.hopper.config import CHUNK, ITEM
-from warploom.delta.hopper.plan import prepare, walk
 from warploom.delta.problem import DeltaCall
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
 from warploom.runtime.device import on_device
 from warploom.runtime.likeness import like
 
+_WORD = 2  # bytes that the strides of beta and decay count in
+
 
 def forward(call: DeltaCall, return_state: bool) -> tuple[Tensor, Tensor | None]:
     """Out and the last state; see `warploom.delta.backend`."""
     q, k, v = (aligned(t) for t in (call.q, call.k, call.v))
-    beta, decay = call.beta, call.beta if call.decay is None else call.decay
-    none, no_state = nothing(q.device)
-    lengths, cu = (none if t is None else t.contiguous() for t in (call.lengths, call.cu_seqlens))
-    of_out, of_prepared, of_last = _results(call)
-    out, prepared = (torch.empty(shape, dtype=dtype, device=v.device) for shape, dtype in (of_out, of_prepared))
-    last = torch.empty(of_last[0], dtype=of_last[1], device=v.device) if return_state else no_state
-    first, second = _functions(call)
-    with on_device(q):
-        first(
-            q, k, beta, decay, lengths, cu, prepared, call.scale, call.eps, int(call.normalize_qk), int(call.decay is not None)
-        )
-        second(q, k, v, out, prepared, no_state if call.state is None else call.state, last, lengths, cu)
-    return out, last if return_state else None
+    lengths, cu = (None if t is None else t.contiguous() for t in (call.lengths, call.cu_seqlens))
+    call = replace(call, q=q, k=k, v=v, lengths=lengths, cu_seqlens=cu)
+    found = _launcher(call, return_state)(q, k, v, call.beta, call.decay, call.state, lengths, cu)
+    assert found is not None
+    return found
 
 
 def bind(call: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor, Tensor | None] | None] | None:
@@ -41,11 +36,16 @@ def bind(call: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor, Ten
         return None
     if any([t is not None and not t.is_contiguous() for t in (call.lengths, call.cu_seqlens)]):
         return None
+    return _launcher(call, return_state)
+
+
+def _launcher(call: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor, Tensor | None] | None]:
     none, no_state = nothing(call.q.device)
-    first, second = _functions(call)
-    likes = tuple([like(shape, dtype, call.v.device) for shape, dtype in _results(call)])
-    like_out, like_prepared, like_last = likes
-    numbers = call.scale, call.eps, int(call.normalize_qk), int(call.decay is not None)
+    function = _function(call)
+    like_out, like_prepared, like_last = [like(shape, dtype, call.v.device) for shape, dtype in _results(call)]
+    of_beta = _words(call.beta)
+    of_decay = of_beta if call.decay is None else _words(call.decay)
+    numbers = *of_decay, call.scale, call.eps, int(call.normalize_qk), int(call.decay is not None)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor | None,
@@ -54,29 +54,32 @@ def bind(call: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor, Ten
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return None
         if q.ndim == 3:
-            q, k, v, beta = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), beta.unsqueeze(0)
-            decay = None if decay is None else decay.unsqueeze(0)
-        lengths, cu = none if lengths is None else lengths, none if cu is None else cu
+            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         out, prepared = torch.empty_like(like_out), torch.empty_like(like_prepared)
         last = torch.empty_like(like_last) if return_state else no_state
+        address = beta.data_ptr()
         with on_device(q):
-            first(q, k, beta, beta if decay is None else decay, lengths, cu, prepared, *numbers)
-            second(q, k, v, out, prepared, no_state if state is None else state, last, lengths, cu)
+            function(
+                q, k, v, out, prepared, no_state if state is None else state, last, none if lengths is None else lengths,
+                none if cu is None else cu, address, *of_beta, address if decay is None else decay.data_ptr(), *numbers,
+            )  # fmt: skip
         return out, last if return_state else None
 
     return run
 
 
-def _functions(call: DeltaCall) -> tuple[Callable[..., None], Callable[..., None]]:
-    """What prepares chunks, and what walks them."""
+def _words(t: Tensor) -> tuple[int, ...]:
+    """Strides of batch, tokens and heads in words, and the words of an element."""
+    words = t.element_size() // _WORD
+    return *[s * words for s in t.stride()], words
+
+
+def _function(call: DeltaCall) -> Callable[..., None]:
+    """What launches both kernels."""
     dtype, (heads_v, m) = str(call.v.dtype).removeprefix("torch."), call.v.shape[2:]
     sequences = call.sequences + (call.cu_seqlens is not None)
-    variants = (
-        prepare(dtype, call.q.shape[3]),
-        walk(dtype, call.q.shape[3], m, sequences * heads_v, processors(call.q.device.index)),
-    )
-    first, second = (modules.fetch(variant.spec) for variant in variants)
-    return first, second
+    variant = plan.forward(dtype, call.q.shape[3], m, sequences * heads_v, processors(call.q.device.index))
+    return modules.fetch(variant.spec)
 
 
 def _results(call: DeltaCall) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

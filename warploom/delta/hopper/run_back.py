@@ -47,7 +47,7 @@ def _launcher(call: DeltaCall) -> Callable[..., Gradients]:
     cut = sizes.ranges()
     of = str(call.v.dtype).removeprefix("torch."), sizes.e
     columns = *of, sizes.m, sizes.sequences * sizes.heads_v, count
-    variants = prepare(*of, True), keep(*columns), keep(*columns, True), back(*columns), gradients(*of)
+    variants = prepare(*of), keep(*columns), keep(*columns, True), back(*columns), gradients(*of)
     run_prepare, run_keep, run_again, run_back, run_gradients = (modules.fetch(variant.spec) for variant in variants)
     scale, eps, normalize = call.scale, call.eps, int(call.normalize_qk)
     decays = 0 if call.decay is None else 1 if call.state is not None else NO_STATE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import cutlass.cute as cute
 from cutlass import Float32
 
 from warploom.kernels.cute.arguments import rows, stream, view
@@ -20,6 +21,9 @@ def compile_walk(config: dict[str, Any], name: str, library: Path) -> dict[str, 
     tensors = [view(DTYPES[variant.dtype], 3) for _ in range(3)]
     tensors.append(view(Float32 if variant.wide else DTYPES[variant.dtype], 3))
     factors = [rows(3) if present else None for present in (variant.weighted or variant.fading, variant.biased)]
+    if variant.a_head:
+        factors[0] = rows(1, cute.sym_int64())
     before = [rows(5), rows(3)] if variant.cut else [None, None]
-    arguments = [*tensors, *factors, *before, Float32(1.0), stream()]
+    logs = rows(3, cute.sym_int64()) if variant.sums_logs else None
+    arguments = [*tensors, *factors, *before, logs, Float32(1.0), stream()]
     return {**compile_kernel(Walk(variant), arguments, name, library), "shared": variant.shared_bytes}

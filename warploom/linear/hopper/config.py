@@ -11,7 +11,8 @@ COLUMNS = 64  # of c and out that a warpgroup owns, and of a TMA box
 _HERE = "linear/hopper"
 # What the compiled code is made from.
 SOURCES = (
-    *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer", "walk_consumers")),
+    *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_consumers", "walk_producer")),
+    f"{_HERE}/walk_sums.py",
     *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "fields")),
     *(f"kernels/cute/{file}.py" for file in ("instructions", "rings", "tiles", "wgmma")),
     "runtime/compile.py",
@@ -41,6 +42,11 @@ class WalkConfig:
     c_stages: int = 2  # of the ring of c
     groups: int = 1  # warpgroups that keep the state, each with COLUMNS columns of c and out
     cluster: int = 2  # blocks that share what they load of a and b; a divisor of ``blocks`` and of head_dim / 64
+
+    @property
+    def sums_logs(self) -> bool:
+        """Whether a kernel before the walk sums the logs; the reverse ones are given its sums, as segments' states are."""
+        return self.fading and not (self.a_head or self.reverse or self.cut)
 
     @property
     def weighs_rows(self) -> bool:

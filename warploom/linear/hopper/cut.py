@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from warploom.kernels.triton.logs import exp2, held
 from warploom.kernels.triton.numerics import LOG2E, opaque_zeros
+from warploom.runtime.likeness import like
 from warploom.runtime.triton_launch import Launch
 
+States = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 _UNIT = 8  # elements that strides count in
 UNIT = tl.constexpr(_UNIT)
 DIM = 64  # of keys and of values
@@ -20,25 +23,33 @@ DIM = 64  # of keys and of values
 _TILE = {"DIM": DIM, "STAGES": 4, "num_warps": 4}
 
 
-def own_states(k: Tensor, v: Tensor, logs: Tensor, segments: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """Each segment's own sum of v_j k_j, faded to its end, and the sum of its logs in log2; not of one with none behind it.
+def bind_states(k: Tensor, v: Tensor, segments: int, chunk: int, log_stride: int, a_head: bool) -> States:
+    """What launches each segment's own sum of v_j k_j, faded to its end, and the sum of its logs in log2.
+
+    Not of a segment with none behind it.
 
     Args:
-        k, v: (batch, seqlen, heads, DIM) in bfloat16, strides multiples of 16 bytes.
-        logs: sums of logs of `rows.sums_of_logs`, or one log a head, (1, heads, 1).
+        k, v: (batch, seqlen, heads, DIM) in bfloat16, strides multiples of 16 bytes, as further ones are.
+        log_stride: of the heads of logs: sums of `rows.sums_of_logs`, or of ``a_head`` one log a head, (heads,).
 
     Returns:
-        (batch, heads, segments, DIM, DIM), values down and keys across, and (batch, heads, segments), fp32.
+        A function of k, v and logs that returns (batch, heads, segments, DIM, DIM), values down and keys across, and
+        (batch, heads, segments), fp32.
     """
     batch, seqlen, heads, _ = k.shape
-    states = torch.empty(batch, heads, segments, DIM, DIM, dtype=torch.float32, device=k.device)
-    fades = torch.empty(batch, heads, segments, dtype=torch.float32, device=k.device)
+    likes = [like((batch, heads, segments, *dims), torch.float32, k.device) for dims in ((DIM, DIM), ())]
     steps = [s // _UNIT for t in (k, v) for s in t.stride()[:3]]
     each = -(-seqlen // (chunk * segments)) * chunk
-    a_head = logs.shape[2] == 1
-    launch = _launch(chunk, a_head, max(steps) < 2**31)
-    launch((batch * heads * segments, 1), k, v, logs, states, fades, *steps, logs.stride(1), seqlen, heads, segments, each)
-    return states, fades
+    launch = _launch(chunk, a_head, max(steps) < 2**31).kept(
+        (batch * heads * segments, 1), (*steps, log_stride, seqlen, heads, segments, each)
+    )
+
+    def run(k: Tensor, v: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
+        states, fades = (torch.empty_like(t) for t in likes)
+        launch(k, v, logs, states, fades)
+        return states, fades
+
+    return run
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from warploom.kernels.triton.feature_maps import MAPS
 from warploom.linear.hopper.rows_kernels import dq_kernel, logs_kernel, norm_kernel, sums_kernel, through_kernel
+from warploom.runtime.likeness import like
 from warploom.runtime.triton_launch import Launch
 
 SEGMENT = 256
@@ -56,12 +58,23 @@ def queries_gradient(
 
 def sums_of_logs(logs: Tensor, chunk: int) -> Tensor:
     """Sums of logs (batch, seqlen, heads) up to each row within its chunk, in log2: (batch, heads, seqlen) in fp32."""
+    return bind_sums(logs, chunk)(logs)
+
+
+def bind_sums(logs: Tensor, chunk: int) -> Callable[[Tensor], Tensor]:
+    """The same of further logs of this shape and these strides."""
     batch, seqlen, heads = logs.shape
-    sums = torch.empty(batch, heads, seqlen, dtype=torch.float32, device=logs.device)
+    like_sums = like((batch, heads, seqlen), torch.float32, logs.device)
     chunks = -(-seqlen // chunk)
     grid = batch * chunks * -(-heads // _HEADS), 1
-    _logs_launch(chunk, max(logs.stride()) < 2**31)(grid, logs, sums, *logs.stride(), seqlen, heads, chunks)
-    return sums
+    launch = _logs_launch(chunk, max(logs.stride()) < 2**31).kept(grid, (*logs.stride(), seqlen, heads, chunks))
+
+    def run(logs: Tensor) -> Tensor:
+        sums = torch.empty_like(like_sums)
+        launch(logs, sums)
+        return sums
+
+    return run
 
 
 def through(gradient: Tensor, mapped: Tensor, name: str) -> Tensor:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from warploom.linear.hopper.cut import own_states
+from warploom.linear.hopper.cut import bind_states
 from warploom.linear.hopper.plan import config, width
-from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, sums_of_logs, through
+from warploom.linear.hopper.rows import bind_sums, denominators, mapped, mapped_and_sums, queries_gradient, through
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.device import on_device
@@ -20,51 +21,68 @@ from warploom.runtime.likeness import like
 if TYPE_CHECKING:
     from warploom.linear.problem import LinearCall
 
+# By q, k, v, two states that there are not, and decay; None where it does not take these addresses.
+Forward = Callable[..., tuple[Tensor, None, None, None] | None]
+
 
 def forward(call: LinearCall, segments: int) -> tuple[Tensor, Tensor | None]:
     """Out, and the denominators, (batch, heads, seqlen); sequences are cut into so many segments."""
     q, k, v = (aligned(t) for t in (call.q, call.k, call.v))
     if not call.normalize:
-        return _forward(call, segments)(q, k, v, call.decay), None
+        found = _forward(replace(call, q=q, k=k, v=v), segments)(q, k, v, None, None, call.decay)
+        assert found is not None
+        return found[0], None
     with on_device(q):
         q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         norm, weights = denominators(q, k, sums, call.scale, call.eps)
         return _walk(call, q, k, v, weights), norm
 
 
-def bind(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, None, None, None] | None] | None:
+def bind(call: LinearCall, segments: int) -> Forward | None:
     """What launches further forward passes of this kind; see `warploom.linear.backend`."""
     if call.normalize or not all(stepped(t) for t in (call.q, call.k, call.v)):
         return None
-    launch = _forward(call, segments)
+    return _forward(call, segments)
+
+
+def _forward(call: LinearCall, segments: int) -> Forward:
+    """What launches the walk of a call without a denominator, and what comes before it."""
+    like_out = like(call.v.shape, call.v.dtype, call.v.device)
+    tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
+    function = _function(tile, **_fading(call), cut=segments > 1)
+    before = _before(call, segments, config(tile).chunk)
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, s: None, z: None, decay: Tensor | None, *others: None
     ) -> tuple[Tensor, None, None, None] | None:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return None
-        return launch(q, k, v, decay), None, None, None
+        out = torch.empty_like(like_out)
+        with on_device(q):
+            function(q, k, v, out, *before(k, v, decay), scale)
+        return out, None, None, None
 
     return run
 
 
-def _forward(call: LinearCall, segments: int) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """What launches the walk of a call without a denominator, and what comes before it, by q, k, v and decay."""
-    like_out = like(call.v.shape, call.v.dtype, call.v.device)
-    tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
-    chunk = config(tile).chunk
-    function = _function(tile, **_fading(call), cut=segments > 1)
+def _before(call: LinearCall, segments: int, chunk: int) -> Callable[..., tuple[Tensor | None, ...]]:
+    """What gives a walk over earlier tokens its weights, bias, segments' states and fades, and the logs that it sums."""
+    decay = call.decay
+    if decay is None or (segments == 1 and decay.ndim == 1):
+        return lambda k, v, decay: (decay, None, None, None, None)
+    if segments == 1:
+        batch, seqlen, heads = decay.shape
+        sums = like((batch, heads, -(-seqlen // chunk) * chunk), decay.dtype, decay.device)
+        return lambda k, v, decay: (torch.empty_like(sums), None, None, None, decay)
+    if decay.ndim == 1:
+        own_states = bind_states(call.k, call.v, segments, chunk, decay.stride(0), True)
+        return lambda k, v, decay: (decay, None, *own_states(k, v, decay), None)
+    sum_logs = bind_sums(decay, chunk)
+    own_states = bind_states(call.k, call.v, segments, chunk, call.k.shape[1], False)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> Tensor:
-        out = torch.empty_like(like_out)
-        with on_device(q):
-            logs = _logs(decay, k.shape, chunk)
-            before: tuple[Tensor | None, ...] = (None, None)
-            if segments > 1:
-                assert logs is not None
-                before = own_states(k, v, logs, segments, chunk)
-            function(q, k, v, out, logs, None, *before, scale)
-        return out
+    def run(k: Tensor, v: Tensor, decay: Tensor) -> tuple[Tensor | None, ...]:
+        sums = sum_logs(decay)
+        return sums, None, *own_states(k, v, sums), None
 
     return run
 
@@ -101,29 +119,22 @@ def bind_backward(call: LinearCall) -> Callable[..., tuple[Tensor | None, ...] |
 
 
 def _backward(call: LinearCall) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """What launches the three walks of a call without a denominator, and what comes before them, by dout, q, k, v and decay."""
+    """What launches the three walks of a call without a denominator by dout, q, k, v and decay; the first sums its logs."""
     likes = [like(t.shape, t.dtype, t.device) for t in (call.q, call.k, call.v)]
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
-    chunk = config(tile).chunk
     earlier, later = (_function(tile, **_fading(call), reverse=reverse) for reverse in (False, True))
+    before, nothing = _before(call, 1, config(tile).chunk), (None,) * 4
 
     def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (torch.empty_like(t) for t in likes)
         with on_device(q):
-            logs = _logs(decay, k.shape, chunk)
-            earlier(dout, v, k, dq, logs, None, None, None, scale)
-            later(v, dout, q, dk, logs, None, None, None, scale)
-            later(k, q, dout, dv, logs, None, None, None, scale)
+            weights, *others = before(k, v, decay)
+            earlier(dout, v, k, dq, weights, *others, scale)
+            later(v, dout, q, dk, weights, *nothing, scale)
+            later(k, q, dout, dv, weights, *nothing, scale)
         return dq, dk, dv
 
     return run
-
-
-def _logs(decay: Tensor | None, shape: torch.Size, chunk: int) -> Tensor | None:
-    """Sums of a decay's logs within chunks of keys of a shape; logs of heads as they are."""
-    if decay is None:
-        return None
-    return decay[None, :, None] if decay.ndim == 1 else sums_of_logs(decay.expand(shape[:3]), chunk)
 
 
 def _fading(call: LinearCall) -> dict[str, bool]:
@@ -149,7 +160,7 @@ def _walk(
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
     tile = width(call.q.shape[3], call.v.shape[3])
     function = _function(tile, reverse=reverse, weighted=weights is not None, biased=bias is not None, wide=wide)
-    function(a, b, c, out, weights, bias, None, None, call.scale)
+    function(a, b, c, out, weights, bias, None, None, None, call.scale)
     return out
 
 

@@ -6,7 +6,7 @@ a chunk takes from the chunks before. Another computes the chunk's own products,
 cluster load a and b for each other.
 
 Here: the launch, shared memory and which warp does what. The loader is in ``walk_producer``, the warpgroups in
-``walk_consumers``.
+``walk_consumers``, the kernel before it in ``walk_sums``.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -28,13 +28,14 @@ from warploom.linear.hopper.config import COLUMNS
 from warploom.linear.hopper.walk_base import WalkPart, WalkShared
 from warploom.linear.hopper.walk_consumers import Consumers
 from warploom.linear.hopper.walk_producer import Producer
+from warploom.linear.hopper.walk_sums import Sums
 
 # Registers of those that keep the state, of scores and of the loader, by the number of the former.
 REGISTERS = {1: (256, 152, 96), 2: (184, 104, 40)}
 LOADER = 0
 
 
-class Walk(Producer, Consumers):
+class Walk(Producer, Consumers, Sums):
     """The kernel of one configuration; ``__call__`` is what gets compiled."""
 
     @cute.jit
@@ -44,16 +45,19 @@ class Walk(Producer, Consumers):
         b: cute.Tensor,
         c: cute.Tensor,  # (batch, seqlen, heads, head_dim_v)
         out: cute.Tensor,
-        # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out; of a_head's logs (1, heads, 1).
+        # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out; of a_head's logs (heads,).
         weights: cute.Tensor | None,
         bias: cute.Tensor | None,  # (batch, heads, seqlen) fp32: taken from all products with row j of b
         states: cute.Tensor | None,  # (batch, heads, segments, head_dim_v, head_dim) fp32, of the tile: segments' own
         fades: cute.Tensor | None,  # (batch, heads, segments) fp32: sums of a segment's logs, in log2
+        logs: cute.Tensor | None,  # (batch, seqlen, heads) fp32, whose sums are written into the weights first
         scale: Float32,
         stream: Any,
     ):
         """Lay out shared memory, describe the TMA copies and launch the blocks of each head."""
         config = self.config
+        if const_expr(config.sums_logs):
+            self.sum_logs(logs, weights, stream)
         a, b, c, out = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (a, b, c, out)]
         tile = (config.chunk, COLUMNS)
         box = tile_layout(self.dtype, tile, 1, COLUMNS)

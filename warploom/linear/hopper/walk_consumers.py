@@ -309,7 +309,7 @@ class Consumers(WalkBase):
         """The head's one log, in log2, where all its tokens have it."""
         log = Float32(0.0)
         if const_expr(self.config.a_head):
-            log = held(logs[0, given.head, 0]) * LOG2_E
+            log = held(logs[given.head]) * LOG2_E
         return log
 
     @cute.jit
