@@ -12,7 +12,7 @@ from warploom.decode.hopper.plan import DTYPES
 # Tiles of a split, at least. Many sequences would rather have few splits, one sequence many. On an H200, of 128 heads, 8, 12
 # and 16 take 160, 141 and 141 us for 64 sequences of 4096 keys, 214, 214 and 194 of 6144, 617, 538 and 526 for 128 of 8192;
 # 30, 42 and 42 for one of 8192, 35, 35 and 53 of 6144. FlashInfer takes 141 for 64 of 4096 and 30 for one of 8192.
-LEAST = 12
+LEAST = 8
 # Queries × heads from which on it runs unasked: with 64 and 128 it was faster than Triton throughout, with 16 it was not.
 LEAST_ROWS = 64
 MOST_LOG = 6  # a sequence has up to 2^6 splits
