@@ -46,6 +46,7 @@ class ForwardShared(Fields):
     v_empty: Any
     tile_full: Any
     tile_empty: Any
+    tile_wanted: Any  # under a column mask: K of a tile is about loaded, and the next one may be claimed
     tiles: Any  # (word, stage)
     mask_full: Any  # under a column mask
     mask_empty: Any
