@@ -423,7 +423,10 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
 def numbers_of(
     args: AttentionArgs, left: int | None, right: int | None, pair_heads: int = 0, split: int = 0, blocks: int = 1
 ) -> tuple[float, float, int, int, int, int, int]:
-    """What a module takes after its tensors."""
+    """What a module takes after its tensors.
+
+    Under a column mask ``pair_heads`` are the heads of a section, and ``split`` is what ``last_tiles`` says.
+    """
     return args.scale, args.softcap, reach(left), reach(right), pair_heads, split, blocks
 
 
