@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.attention.hopper.played import choose, forward
+from tests.attention.hopper.played import Claims, choose, forward
 from tests.attention.hopper.test_forward_barriers import multiplied
 from tests.compiled import Built, machine_code
 from tests.sm90.core import Run
@@ -216,35 +216,6 @@ def test_blocks_share_tiles(name: str, blocks: int, last: int, built: Built) -> 
     )
 
 
-class Claims(Machine):
-    """Keeps how many tiles of K were asked for when query tiles were claimed."""
-
-    loads: int
-    claimed: list[int]
-
-    def _load_tensor(self, x: Instruction) -> Run:
-        load = super()._load_tensor(x)
-        descriptor = str(x.operands[1]).strip("[](')").partition(",")[0].strip(" '")
-        k = min(self.launch.boxes) + 1
-
-        def counted(warp: Warp, mask: int) -> bool:
-            done = load(warp, mask)
-            if (self.one(self.value(warp, descriptor), mask) >> 40) - 1 == k:
-                self.loads += 1
-            return done
-
-        return counted
-
-    def _atom_global(self, x: Instruction) -> Run:
-        atom = super()._atom_global(x)
-
-        def noted(warp: Warp, mask: int) -> bool:
-            self.claimed.append(self.loads)
-            return atom(warp, mask)
-
-        return noted
-
-
 def test_a_tile_is_claimed_before_the_last_keys_of_the_one_before(built: Built) -> None:
     """No earlier, or other blocks would have nothing to do at a call's end."""
     variant, traced, seed = CORE["head_dim 64"], built.traced("head_dim 64"), random.randrange(2**32)
@@ -252,13 +223,8 @@ def test_a_tile_is_claimed_before_the_last_keys_of_the_one_before(built: Built) 
     seqlen_q, n_blocks = 3 * variant.tile_m, 5
     seqlen_k = n_blocks * variant.tile_n
     mask = ResolvedMask(None, None, torch.full((1, 1, seqlen_k), seqlen_q, dtype=torch.int32), None, None, None)
-    machine = Claims(traced.kernel, forward(traced, variant, seqlen_q, seqlen_k, 1, mask=mask), seed)
-    machine.loads, machine.claimed = 0, []
-    machine.run()
-    boxes = variant.head_dim // variant.boxes[0]  # of a tile
-    asked = [-(-loads // boxes) for loads in machine.claimed]
-    assert asked[0] == 0 and len(asked) == 3 * 2 + 1
-    assert all(i * n_blocks - 1 <= each <= i * n_blocks for i, each in enumerate(asked[1:], 1))
+    machine = Claims(traced.kernel, forward(traced, variant, seqlen_q, seqlen_k, 1, mask=mask), seed).run()
+    machine.check(variant, [n_blocks] * (3 * 2))
 
 
 def _of(listed: set[tuple[int, int]], m: int) -> list[int]:

@@ -140,8 +140,9 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
                 init_rings(self.stages, (shared.v_full, shared.v_empty, consumers), loads=loaders)
                 readers = WARP * (consumers + loaders + makers)  # lanes
                 init_rings(self.tile_stages, (shared.tile_full, shared.tile_empty, readers))
-                if const_expr(self.config.columns):
+                if const_expr(self.claims_late):
                     cute.arch.mbarrier_init(shared.tile_wanted, 1)
+                if const_expr(self.config.columns):
                     for i in cutlass.range_constexpr(self.stages):
                         cute.arch.mbarrier_init(shared.v_landed + i, 1)
                     for i in cutlass.range_constexpr(self.owners * MASK_STAGES):
@@ -197,7 +198,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
         mask_stages = self.owners * MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.mask_rows * 4
         cleared = stages if const_expr(self.config.columns) else int(self.config.paged and self.config.left)
-        wanted = int(self.config.columns)
+        wanted = int(self.claims_late)
         alibi_elements = self.tile_n * 16 if const_expr(self.multiplies) else 0
 
         @cute.struct

@@ -136,7 +136,7 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
         mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.tile_m * 4
         cleared = stages if const_expr(self.config.columns) else 0
-        wanted = int(self.config.columns)
+        wanted = int(self.claims_late)
 
         @cute.struct
         class Storage:
