@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tests.attention.packed_bounds import packed_bounds
+from tests.sm90.core import Run
 from tests.sm90.launch import Traced, launch
 from tests.sm90.machine import Machine
-from tests.sm90.state import Launch
+from tests.sm90.ptx import Instruction
+from tests.sm90.state import Launch, Warp
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK
 from warploom.attention.hopper.config import CUTS, TABLE, BackwardConfig, ForwardConfig
 from warploom.kernels.distances import head_length
@@ -292,6 +294,48 @@ def before(
     start = names.index("bounds") + 1 << 32
     words = {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
     return launch(traced, values, names, words=words, watched=range(SUMS, SUMS + 4 * COUNTERS))
+
+
+class Claims(Machine):
+    """Keeps how often K was asked for when query tiles were claimed."""
+
+    loads: int
+    claimed: list[int]
+
+    def run(self, backwards: bool = False) -> Claims:
+        self.loads, self.claimed = 0, []
+        super().run(backwards)
+        return self
+
+    def _load_tensor(self, x: Instruction) -> Run:
+        load = super()._load_tensor(x)
+        descriptor = str(x.operands[1]).strip("[](')").partition(",")[0].strip(" '")
+        k = min(self.launch.boxes) + 1
+
+        def counted(warp: Warp, mask: int) -> bool:
+            done = load(warp, mask)
+            if (self.one(self.value(warp, descriptor), mask) >> 40) - 1 == k:
+                self.loads += 1
+            return done
+
+        return counted
+
+    def _atom_global(self, x: Instruction) -> Run:
+        atom = super()._atom_global(x)
+
+        def noted(warp: Warp, mask: int) -> bool:
+            self.claimed.append(self.loads)
+            return atom(warp, mask)
+
+        return noted
+
+    def check(self, config: ForwardConfig, key_tiles: list[int]) -> None:
+        """Of one block, whose query tiles have so many key tiles: each is claimed before the last one of the tile before."""
+        boxes = config.head_dim // config.boxes[0]  # of a tile
+        asked = [-(-loads // boxes) for loads in self.claimed]
+        through = list(accumulate(key_tiles))
+        assert asked[0] == 0 and len(asked) == len(through) + 1
+        assert all(total - 1 <= each <= total for each, total in zip(asked[1:], through, strict=True)), asked
 
 
 def tags(machine: Machine, names: tuple[str, ...], first: int) -> list[list[tuple[str, Tag]]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.attention.hopper.played import forward, tags, visible
+from tests.attention.hopper.played import Claims, Sequences, forward, tags, visible
 from tests.attention.hopper.test_compile import CORE
 from tests.compiled import Built
 from tests.sm90.machine import Machine
@@ -17,7 +17,7 @@ from warploom.runtime import modules
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
 MAPS = "q", "k", "v"
-LONG, TURNS = "head_dim 128, causal", "head_dim 64"
+LONG, TURNS, PACKED = "head_dim 128, causal", "head_dim 64", "head_dim 64, packed, causal"
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,16 @@ def test_warpgroups_take_turns(built: Built) -> None:
     counts = {barrier.name: barrier.opened for barrier in machine.blocks[0].named.values() if barrier.name[-2:] != " 0"}
     tiles = 2 * 2 * -(-600 // config.tile_n)
     assert set(counts.values()) == {tiles} and len(counts) == config.warpgroups
+
+
+def test_a_packed_tile_is_claimed_before_the_last_keys_of_the_one_before(built: Built) -> None:
+    config, traced, seed = CORE[PACKED], built.traced(PACKED), random.randrange(2**32)
+    print(f"seed {seed}")
+    sequences = Sequences([0, 3 * config.tile_m], [0, 5 * config.tile_n], [5 * config.tile_n])
+    launch = forward(traced, config, 3 * config.tile_m, 5 * config.tile_n, 1, sequences=sequences)
+    shift = 5 * config.tile_n - 3 * config.tile_m
+    seen = [-(-((m + 1) * config.tile_m + shift) // config.tile_n) for m in (2, 2, 1, 1, 0, 0)]
+    Claims(traced.kernel, launch, seed).run().check(config, seen)
 
 
 def test_each_barrier_is_needed(built: Built) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.attention.hopper.played import forward
+from tests.attention.hopper.played import Claims, choose, forward
 from tests.attention.hopper.test_forward_barriers import multiplied
 from tests.compiled import Built, machine_code
 from tests.sm90.core import Run
@@ -19,6 +19,7 @@ from tests.sm90.ptx import Instruction
 from tests.sm90.state import SHARED_START, Warp
 from warploom import masks
 from warploom.attention.features import Features
+from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.attention.hopper.plan import config, walked
 from warploom.masks.intervals import ResolvedMask
@@ -68,7 +69,7 @@ class Watching(Machine):
         owners = variant.warpgroups if variant.apart else 1
         self.rows, self.span, self.read = variant.tile_m, variant.tile_m // owners, {}
         assert self.span == walked(variant)  # as explain() counts tiles
-        barriers = 2 * variant.warpgroups + 5 * variant.stages + 4 + 4 * owners
+        barriers = 2 * variant.warpgroups + 5 * variant.stages + 5 + 4 * owners
         words = (12 if variant.varlen else 8) + 2 * owners if variant.apart else 12
         self.start = -(-(-(-8 * barriers // 16) * 16 + 2 * 4 * words) // 16) * 16
 
@@ -179,6 +180,52 @@ def test_more_lists_than_one_look_finds(counts: tuple[int, ...], built: Built) -
     assert sorted(multiplied(machine)) == sorted(
         ((row, head), n * variant.tile_n) for n, past in shown.items() for row in range(0, past, 64) for head in range(2)
     )
+
+
+@pytest.mark.parametrize(("m_blocks", "heads", "section", "last"), [(7, 4, 2, 3), (5, 3, 2, 0), (2, 5, 5, 1), (1, 6, 4, 0)])
+def test_the_first_tiles_of_all_heads_come_last(m_blocks: int, heads: int, section: int, last: int, built: Built) -> None:
+    """Every tile comes once, within its part the last rows first; without ``last`` ones in the order of sections."""
+    from warploom.attention.hopper.forward_columns import masked_tile
+
+    order = [masked_tile(i, m_blocks, heads, section, last, choose) for i in range(m_blocks * heads)]
+    upper = (m_blocks - last) * heads
+    sections = [schedule.sections(i, m_blocks - last, heads, section, choose) for i in range(upper)]
+    assert order[:upper] == [(m_blocks - 1 - row, head) for row, head in sections]
+    assert order[upper:] == [(row, head) for row in reversed(range(last)) for head in range(heads)]
+    assert len({*order}) == m_blocks * heads
+
+
+@pytest.mark.parametrize(("blocks", "last"), [(2, 0), (3, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["head_dim 128, causal", "head_dim 64"])
+def test_blocks_share_tiles(name: str, blocks: int, last: int, built: Built) -> None:
+    """Each tile once, whoever claims it; some see no key."""
+    variant, traced, seed = CORE[name], built.traced(name), random.randrange(2**32)
+    print(f"seed {seed}")
+    seqlen_q, seqlen_k = 2 * variant.tile_m + 70, 500
+    lts = torch.full((1, 1, seqlen_k), seqlen_q - variant.tile_m, dtype=torch.int32)
+    lts[..., : variant.tile_n] = variant.tile_m
+    mask = ResolvedMask(None, 0 if variant.right else None, lts, None, None, None)
+    launch = forward(traced, variant, seqlen_q, seqlen_k, blocks, mask=mask, split=last)
+    machine = Machine(traced.kernel, launch, seed, blocks).run()
+    span = variant.tile_m // (variant.warpgroups if variant.apart else 1)
+    classes = TileClasses.of(mask, seqlen_q, seqlen_k, span, variant.tile_n, "cpu").matrix()
+    assert sorted(multiplied(machine)) == sorted(
+        ((m * span + 64 * g, head), n * variant.tile_n)
+        for m, n in (classes != HIDDEN).nonzero().tolist()
+        for g in range(span // 64)
+        for head in range(2)
+    )
+
+
+def test_a_tile_is_claimed_before_the_last_keys_of_the_one_before(built: Built) -> None:
+    """No earlier, or other blocks would have nothing to do at a call's end."""
+    variant, traced, seed = CORE["head_dim 64"], built.traced("head_dim 64"), random.randrange(2**32)
+    print(f"seed {seed}")
+    seqlen_q, n_blocks = 3 * variant.tile_m, 5
+    seqlen_k = n_blocks * variant.tile_n
+    mask = ResolvedMask(None, None, torch.full((1, 1, seqlen_k), seqlen_q, dtype=torch.int32), None, None, None)
+    machine = Claims(traced.kernel, forward(traced, variant, seqlen_q, seqlen_k, 1, mask=mask), seed).run()
+    machine.check(variant, [n_blocks] * (3 * 2))
 
 
 def _of(listed: set[tuple[int, int]], m: int) -> list[int]:

@@ -105,6 +105,13 @@ def test_three_warpgroups_go_apart_under_a_column_mask() -> None:
     assert fp8.warpgroups == 3 and not fp8.apart
 
 
+@pytest.mark.parametrize(
+    ("m_blocks", "heads", "last"), [(128, 8, 17), (43, 32, 5), (64, 64, 0), (30, 4, 0), (1, 500, 0), (2, 500, 1), (500, 1, 132)]
+)
+def test_about_a_round_of_first_tiles_ends_a_short_masked_call(m_blocks: int, heads: int, last: int) -> None:
+    assert plan.last_tiles(m_blocks, heads, 132) == last
+
+
 def test_heads_of_a_group_share_a_tile_where_that_halves_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "PACK_GQA", (8, 32))
     found = {queries: pack_gqa(queries, 4, 128) for queries in (1, 8, 9, 32, 64, 65, 128, 5000)}

@@ -55,6 +55,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             assert parts is not None and parts.is_contiguous() and parts.dtype == torch.float32
             assert parts.numel() == (2 * blocks + 1) * config.piece_floats >= blocks * CUT_WORDS
             assert blocks in (1, PROCESSORS) and not variant["left"]
+        elif split and variant["columns"]:  # first query tiles that come last
+            assert parts is None and split < -(-q.shape[1] // config.queries) and blocks == PROCESSORS
         elif split:
             group = q.shape[2] // k.shape[2]
             heads = k.shape[2] * -(-group // config.heads_per_tile) if config.pack_gqa else q.shape[2]

@@ -140,6 +140,8 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
                 init_rings(self.stages, (shared.v_full, shared.v_empty, consumers), loads=loaders)
                 readers = WARP * (consumers + loaders + makers)  # lanes
                 init_rings(self.tile_stages, (shared.tile_full, shared.tile_empty, readers))
+                if const_expr(self.claims_late):
+                    cute.arch.mbarrier_init(shared.tile_wanted, 1)
                 if const_expr(self.config.columns):
                     for i in cutlass.range_constexpr(self.stages):
                         cute.arch.mbarrier_init(shared.v_landed + i, 1)
@@ -196,12 +198,13 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
         mask_stages = self.owners * MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.mask_rows * 4
         cleared = stages if const_expr(self.config.columns) else int(self.config.paged and self.config.left)
+        wanted = int(self.claims_late)
         alibi_elements = self.tile_n * 16 if const_expr(self.multiplies) else 0
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[
-                cutlass.Int64, 2 * q_slots + 4 * stages + cleared + 2 * tile_stages + 2 * mask_stages
+                cutlass.Int64, 2 * q_slots + 4 * stages + cleared + 2 * tile_stages + wanted + 2 * mask_stages
             ]
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, tile_stages * self.tile_words], 16]
             masks: cute.struct.Align[cute.struct.MemRange[Int32, mask_words], 16]
@@ -223,6 +226,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
             v_empty=barriers.take(stages),
             tile_full=barriers.take(tile_stages),
             tile_empty=barriers.take(tile_stages),
+            tile_wanted=barriers.take(wanted),
             tiles=storage.tiles.get_tensor(cute.make_layout((self.tile_words, tile_stages))),
             mask_full=barriers.take(mask_stages),
             mask_empty=barriers.take(mask_stages),
@@ -239,7 +243,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
         if const_expr(self.config.columns):
             self.play_lists(
                 warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, mask, dropout, shared, tma_q, tma_k, tma_v,
-                mma_qk, mma_pv, multiplier, cap_in, left, right, pair_heads,
+                mma_qk, mma_pv, multiplier, cap_in, left, right, pair_heads, split,
             )  # fmt: skip
         else:
             self.play_tiles(
@@ -282,7 +286,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
     @cute.jit
     def play_lists(
         self, warp, q, k, v, out, lse, sink, cu_q, cu_k, used_k, counter, mask, dropout, shared, tma_q, tma_k, tma_v,
-        mma_qk, mma_pv, multiplier, cap_in, left, right, section,
+        mma_qk, mma_pv, multiplier, cap_in, left, right, section, last,
     ):  # fmt: skip
         """What each warp does under a column mask."""
         columns = columns_of(mask)
@@ -296,7 +300,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
                     total_k = k.shape[3] - 1
                     self.schedule_packed(total_k, lse.shape, shared, columns, cu_q, cu_k, used_k, counter, left, right)
                 else:
-                    self.schedule_lists(k.shape[0], lse.shape, shared, columns, counter, left, right, section)
+                    self.schedule_lists(k.shape[0], lse.shape, shared, columns, counter, left, right, section, last)
             if warp >= MASKS:
                 self.make_masks(warp - MASKS, k.shape, lse.shape, shared, columns, left, right)
         else:

@@ -46,6 +46,7 @@ class ForwardShared(Fields):
     v_empty: Any
     tile_full: Any
     tile_empty: Any
+    tile_wanted: Any  # where tiles are claimed: K of one is about loaded, and the next one may be
     tiles: Any  # (word, stage)
     mask_full: Any  # under a column mask
     mask_empty: Any
@@ -80,6 +81,11 @@ class ForwardBase:
         self.multiplies = config.bias_product
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
+
+    @property
+    def claims_late(self) -> bool:
+        """Whether the loader says when the next query tile may be claimed from the counter."""
+        return self.config.columns or (self.config.varlen and not self.config.paged)
 
     # Tiles
 

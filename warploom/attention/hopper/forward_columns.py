@@ -66,6 +66,20 @@ class MaskedRows(Fields):
     right: Any
 
 
+def masked_tile(index: Any, m_blocks: Any, heads: Any, section: Any, last: Any, choose: Any) -> tuple[Any, Any]:
+    """(m_block, head) of the ``index``-th query tile of a call under a column mask; heads of all batch entries.
+
+    ``section`` heads at a time, as ``schedule.sections`` has it, the last rows first. But the ``last`` first tiles of each head
+    end the call, all heads abreast: under most masks they see the fewest keys.
+    """
+    upper = m_blocks - last
+    rest = index - upper * heads
+    ends = rest >= 0
+    width = choose(ends, heads, section)
+    row, head = schedule.sections(choose(ends, rest, index), choose(ends, last, upper), heads, width, choose)
+    return choose(ends, last, m_blocks) - 1 - row, head
+
+
 def of_head(t: Any, head: Any, batch: Any) -> Any:
     """A tile's modes of a tensor whose last two are heads and batch."""
     return t[(*(None,) * (len(t.shape) - 2), head, batch)]
@@ -79,21 +93,19 @@ class ColumnProducer(Producer):
     # The scheduler warp
 
     @cute.jit
-    def schedule_lists(self, seqlen_k, lse_shape, shared, columns, counter, left, right, section):
-        """Hand out query tiles in the order in which blocks ask for them, of a causal band those with the most keys first."""
+    def schedule_lists(self, seqlen_k, lse_shape, shared, columns, counter, left, right, section, last):
+        """Hand out query tiles in the order in which blocks ask for them, as ``masked_tile`` has it."""
         queries = self.config.queries
         batch_size, heads, seqlen_q = lse_shape
         m_blocks = cute.ceil_div(seqlen_q, queries)
-        lane = cute.arch.lane_idx()
-        stage, phase, head = Int32(0), Int32(1), Int32(0)
+        stage, phase, wanted, head = Int32(0), Int32(1), Int32(1), Int32(0)
         while head >= 0:
-            index = Int32(0)
-            if lane == 0:
-                index = cute.arch.atomic_add(counter.iterator, Int32(1))
-            index = cute.arch.shuffle_sync(index, 0)
+            index = self.claim(shared, counter, wanted)
+            wanted ^= 1
             tiles = m_blocks * heads * batch_size
-            row, head = schedule.sections(cutlass.min(index, tiles - 1), m_blocks, heads * batch_size, section, choose)
-            m_block, batch = m_blocks - 1 - row, head // heads
+            at = cutlass.min(index, tiles - 1)
+            m_block, head = masked_tile(at, m_blocks, heads * batch_size, section, last, choose)
+            batch = head // heads
             head = head - batch * heads if index < tiles else Int32(-1)
             place = (m_block, head, batch, Int32(0), seqlen_q, Int32(0), seqlen_k)
             blocks = dense_blocks(columns.bounds, seqlen_k)
@@ -103,7 +115,10 @@ class ColumnProducer(Producer):
 
     @cute.jit
     def load_lists(self, q, k, v, lse, shared, tma_q, tma_k, tma_v):
-        """Q of each warpgroup once a tile that sees a key, then K one visible tile ahead of V."""
+        """Q of each warpgroup once a tile that sees a key, then K one visible tile ahead of V.
+
+        Before the last K of a tile it asks for the next one, whose lists take less time to find than the K before to be read.
+        """
         packed = self.config.varlen
         group = (lse.shape[0] if const_expr(packed) else lse.shape[1]) // k.shape[-2]
         q_phase = Int32(1)
@@ -127,6 +142,8 @@ class ColumnProducer(Producer):
                 while visible != 0:
                     bit = highest_bit(visible)
                     visible = visible ^ (Int32(1) << bit)
+                    if (visible | more) == 0:
+                        release(shared.tile_wanted)
                     k_stage, k_phase = self.push_keys(keys, base + bit, k_stage, k_phase)
                     if waiting >= 0:
                         v_stage, v_phase = self.push_values(values, waiting, cleared, v_stage, v_phase)
@@ -142,6 +159,8 @@ class ColumnProducer(Producer):
                     )
             if waiting >= 0:
                 v_stage, v_phase = self.push_values(values, waiting, cleared, v_stage, v_phase)
+            else:
+                release(shared.tile_wanted)
             stage, phase = advance(stage, phase, self.tile_stages)
             m_block, head, batch, base, visible, _, edge, more, q_start, _, k_start, seqlen_k = self.next_list(
                 shared, stage, phase, Int32(0)

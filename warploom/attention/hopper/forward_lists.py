@@ -31,6 +31,18 @@ class Lists(ForwardBase):
     """What the scheduler warp does with a query tile."""
 
     @cute.jit
+    def claim(self, shared, counter, phase):
+        """The number of the next query tile, as late as its lists are found in time.
+
+        A block that claims tiles ahead keeps them from others, which have nothing left to do before it ends.
+        """
+        cute.arch.mbarrier_wait(shared.tile_wanted, phase)
+        index = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            index = cute.arch.atomic_add(counter.iterator, Int32(1))
+        return cute.arch.shuffle_sync(index, 0)
+
+    @cute.jit
     def hand_out_lists(self, place, heads, blocks, shared, bounds, stage, phase, left, right):
         """The lists of a query tile, whose ``place`` is: query tile, head, batch, and starts and lengths of queries and keys.
 

@@ -18,7 +18,7 @@ from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.columns import sequence_blocks
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.packed import bounds, seen_keys, sequence_rows
-from warploom.kernels.cute.rings import advance, expect, publish
+from warploom.kernels.cute.rings import advance, expect, publish, release
 from warploom.kernels.cute.tiles import Tma, load_tile, tma_views
 
 
@@ -87,13 +87,17 @@ class Producer(Lists):
         heads_q, total_q = lse_shape
         sequences = cu_q.shape[0] - 1
         lane = cute.arch.lane_idx()
-        stage, phase = Int32(0), Int32(1)
+        stage, phase, wanted = Int32(0), Int32(1), Int32(1)
         base, before, head = Int32(0), Int32(0), Int32(0)  # sequences of the lanes start at base, their tiles at before
         while head >= 0:
             index = Int32(0)
-            if lane == 0:
-                index = cute.arch.atomic_add(counter.iterator, Int32(1))
-            index = cute.arch.shuffle_sync(index, 0)
+            if const_expr(self.claims_late):
+                index = self.claim(shared, counter, wanted)
+                wanted ^= 1
+            else:
+                if lane == 0:
+                    index = cute.arch.atomic_add(counter.iterator, Int32(1))
+                index = cute.arch.shuffle_sync(index, 0)
             start, length, tiles, through = self.lane_tiles(base + lane, cu_q, sequences, total_q, heads_q)
             while before + cute.arch.shuffle_sync(through, 31) <= index and base <= sequences:
                 before += cute.arch.shuffle_sync(through, 31)
@@ -178,6 +182,9 @@ class Producer(Lists):
             else:
                 tq, tk, tv = q[None, None, head, batch], k[None, None, head_kv, batch], v[None, None, head_kv, batch]
             keys, values = self.key_rings(tk, tv, shared, tma_k, tma_v)
+            if const_expr(self.claims_late):  # before the last K, as ``load_lists``  # noqa: SIM102
+                if end - first < 2:
+                    release(shared.tile_wanted)
             if first < end:
                 k_stage, k_phase = self.push(keys, end - 1, k_stage, k_phase)
                 for i in cutlass.range_constexpr(self.warpgroups):
@@ -190,6 +197,9 @@ class Producer(Lists):
                         self.load_queries(tma_q, tq, shared, m_block * self.warpgroups + i, slot, shared.q_full + slot)
                 q_turn = self.next_q(q_turn)
                 for j in cutlass.range(end - first - 1, unroll=1):
+                    if const_expr(self.claims_late):  # noqa: SIM102
+                        if j == end - first - 2:
+                            release(shared.tile_wanted)
                     k_stage, k_phase = self.push(keys, end - 2 - j, k_stage, k_phase)
                     v_stage, v_phase = self.push(values, end - 1 - j, v_stage, v_phase)
                 v_stage, v_phase = self.push(values, first, v_stage, v_phase)

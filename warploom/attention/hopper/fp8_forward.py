@@ -136,11 +136,12 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
         mask_stages = MASK_STAGES if const_expr(self.config.columns) else 0
         mask_words = mask_stages * self.tile_m * 4
         cleared = stages if const_expr(self.config.columns) else 0
+        wanted = int(self.claims_late)
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[
-                cutlass.Int64, 2 * warpgroups + 4 * stages + cleared + 2 * tile_stages + 2 * mask_stages
+                cutlass.Int64, 2 * warpgroups + 4 * stages + cleared + 2 * tile_stages + wanted + 2 * mask_stages
             ]
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, tile_stages * TILE_WORDS], 16]
             masks: cute.struct.Align[cute.struct.MemRange[Int32, mask_words], 16]
@@ -162,6 +163,7 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
             v_empty=barriers.take(stages),
             tile_full=barriers.take(tile_stages),
             tile_empty=barriers.take(tile_stages),
+            tile_wanted=barriers.take(wanted),
             tiles=storage.tiles.get_tensor(cute.make_layout((TILE_WORDS, tile_stages))),
             mask_full=barriers.take(mask_stages),
             mask_empty=barriers.take(mask_stages),
@@ -180,6 +182,8 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
                 init_rings(stages, (shared.k_full, shared.k_empty, consumers), (shared.v_full, shared.v_empty, consumers))
                 makers = 2 if const_expr(self.config.columns) else 0
                 init_rings(tile_stages, (shared.tile_full, shared.tile_empty, WARP * (consumers + 1 + makers)))
+                for i in cutlass.range_constexpr(wanted):
+                    cute.arch.mbarrier_init(shared.tile_wanted + i, 1)
                 for i in cutlass.range_constexpr(cleared):
                     cute.arch.mbarrier_init(shared.v_landed + i, 1)
                 for i in cutlass.range_constexpr(mask_stages):
@@ -199,7 +203,7 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
                 if warp == LOADER:
                     self.load_lists(q, k, v, lse, shared, tma_q, tma_k, tma_v)
                 if warp == SCHEDULER:
-                    self.schedule_lists(total_k, lse.shape, shared, columns, counter, left, right, pair_heads)
+                    self.schedule_lists(total_k, lse.shape, shared, columns, counter, left, right, pair_heads, split)
                 if warp >= MASKS:
                     self.make_masks(warp - MASKS, k_shape, lse.shape, shared, columns, left, right)
             else:

@@ -22,6 +22,11 @@ class Fp8Producer(ColumnProducer):
     config: Fp8ForwardConfig
     neighbours = QUAD
 
+    @property
+    def claims_late(self) -> bool:
+        """``load_fp8`` does not."""
+        return self.config.columns
+
     @cute.jit
     def load_fp8(self, q, k, v, members, shared, tma_q, tma_k, tma_v):
         """Q of each warpgroup once a tile, then K one tile ahead of V."""

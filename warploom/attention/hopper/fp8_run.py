@@ -13,6 +13,7 @@ from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
 from warploom.attention.hopper.fp8_plan import MOST_KEYS, OUT_DTYPES, fp8_config, tile_dims
+from warploom.attention.hopper.plan import last_tiles
 from warploom.attention.hopper.run import column_mask, counter_on, filled, launch_on, numbers_of, parts_shape_of, processors
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tiles_to_split
 from warploom.attention.problem import AttentionArgs
@@ -147,12 +148,13 @@ def _forward_columns(
     lse = torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=device)
     m_blocks = -(-seqlen_q // variant.tile_m)
     pairs = section(batch * heads, m_blocks, seqlen_k * (head_dim + head_dim_v) * heads_kv // heads)
+    blocks = min(processors(device.index), m_blocks * batch * heads)
     args = with_bounds(args)
     given = (
         *(read_by_tma(q), quads_readable(read_by_tma(k)), keys_together(v)),
         *(out, lse, *scales_of_blocks(args, scales), _logits(args), None, None, None, counter_on(device), None),
         column_mask(args.lts, args.lte, args.uts, args.ute, args.bounds),
-        *numbers_of(args, args.left, args.right, pairs, blocks=min(processors(device.index), m_blocks * batch * heads)),
+        *numbers_of(args, args.left, args.right, pairs, last_tiles(m_blocks, batch * heads, blocks), blocks),
     )
     launch_on(device.index, function, given)
     return out, lse

@@ -146,6 +146,16 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
     )
 
 
+# Rounds of query tiles from which on a call under a column mask ends evenly enough in any order.
+EVEN_ROUNDS = 16
+
+
+def last_tiles(m_blocks: int, heads: int, blocks: int) -> int:
+    """How many first query tiles of each head end a call under a column mask, as ``masked_tile`` has them: about one round."""
+    tiles = m_blocks * heads
+    return min(-(-blocks // heads), m_blocks - 1) if blocks < tiles < EVEN_ROUNDS * blocks else 0
+
+
 # Queries of each head in a tile that holds several; none: every tile holds one head.
 PACK_GQA: tuple[int, ...] = (8, 32)
 MANY = 128  # queries, from which on no tile holds several heads

@@ -14,7 +14,17 @@ from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import documents
 from warploom.attention.hopper.config import ForwardConfig
-from warploom.attention.hopper.plan import LONG, SPLIT_COST, config, few_queries, may_share, pack_gqa, shape, with_largest
+from warploom.attention.hopper.plan import (
+    LONG,
+    SPLIT_COST,
+    config,
+    few_queries,
+    last_tiles,
+    may_share,
+    pack_gqa,
+    shape,
+    with_largest,
+)
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs, mean_queries
 from warploom.kernels.distances import head_length
@@ -124,7 +134,8 @@ def _bind_columns(
     m_blocks = -(-seqlen_q // variant.queries)
     shared = k.element_size() * seqlen_k * (head_dim + head_dim_v) * heads_kv // heads
     blocks = min(processors(index), m_blocks * batch * heads)
-    numbers = numbers_of(args, args.left, args.right, section(batch * heads, m_blocks, shared), blocks=blocks)
+    last = last_tiles(m_blocks, batch * heads, blocks)
+    numbers = numbers_of(args, args.left, args.right, section(batch * heads, m_blocks, shared), last, blocks)
     dropout = dropped(args)
 
     def launch(
@@ -412,7 +423,10 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
 def numbers_of(
     args: AttentionArgs, left: int | None, right: int | None, pair_heads: int = 0, split: int = 0, blocks: int = 1
 ) -> tuple[float, float, int, int, int, int, int]:
-    """What a module takes after its tensors."""
+    """What a module takes after its tensors.
+
+    Under a column mask ``pair_heads`` are the heads of a section, and ``split`` is what ``last_tiles`` says.
+    """
     return args.scale, args.softcap, reach(left), reach(right), pair_heads, split, blocks
 
 
