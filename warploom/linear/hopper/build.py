@@ -21,5 +21,6 @@ def compile_walk(config: dict[str, Any], name: str, library: Path) -> dict[str, 
     tensors.append(view(Float32 if variant.wide else DTYPES[variant.dtype], 3))
     factors = [rows(3) if present else None for present in (variant.weighted or variant.fading, variant.biased)]
     before = [rows(5), rows(3)] if variant.cut else [None, None]
-    arguments = [*tensors, *factors, *before, Float32(1.0), stream()]
+    terms = [view(DTYPES[variant.dtype], 3), rows(4), rows(4)] if variant.terms else [None] * 3
+    arguments = [*tensors, *factors, *before, *terms, Float32(1.0), stream()]
     return {**compile_kernel(Walk(variant), arguments, name, library), "shared": variant.shared_bytes}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from warploom.linear.hopper.cut import own_states
+from warploom.linear.hopper.log_gradients import Terms, log_gradients
 from warploom.linear.hopper.plan import config, width
 from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, sums_of_logs, through
 from warploom.runtime import modules
@@ -19,6 +20,9 @@ from warploom.runtime.likeness import like
 
 if TYPE_CHECKING:
     from warploom.linear.problem import LinearCall
+
+
+_NO_TERMS = (None, None, None)  # of walks that leave none
 
 
 def forward(call: LinearCall, segments: int) -> tuple[Tensor, Tensor | None]:
@@ -63,14 +67,14 @@ def _forward(call: LinearCall, segments: int) -> Callable[[Tensor, Tensor, Tenso
             if segments > 1:
                 assert logs is not None
                 before = own_states(k, v, logs, segments, chunk)
-            function(q, k, v, out, logs, None, *before, scale)
+            function(q, k, v, out, logs, None, *before, *_NO_TERMS, scale)
         return out
 
     return run
 
 
-def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
+def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and the decay's gradient where it asks for one."""
     q, k, v, dout = (aligned(t) for t in (call.q, call.k, call.v, dout))
     if norm is None:
         return _backward(call)(dout, q, k, v, call.decay)
@@ -80,7 +84,7 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tenso
         x = _walk(call, dout, v, k, wide=True)
         dq, bias = queries_gradient(q, k, sums, x, weights, call.scale, call.map_q)
         dk = _walk(call, v, dout, q, weights, bias, reverse=True)
-        return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True)
+        return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True), None
 
 
 def bind_backward(call: LinearCall) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
@@ -95,26 +99,40 @@ def bind_backward(call: LinearCall) -> Callable[..., tuple[Tensor | None, ...] |
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return None
-        return *launch(aligned(dout), q, k, v, decay), None, None, None
+        dq, dk, dv, ddecay = launch(aligned(dout), q, k, v, decay)
+        return dq, dk, dv, None, None, ddecay
 
     return run
 
 
-def _backward(call: LinearCall) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """What launches the three walks of a call without a denominator, and what comes before them, by dout, q, k, v and decay."""
+def _backward(call: LinearCall) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """What launches the three walks of a call without a denominator, and all around them, by dout, q, k, v and decay."""
     likes = [like(t.shape, t.dtype, t.device) for t in (call.q, call.k, call.v)]
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
     chunk = config(tile).chunk
-    earlier, later = (_function(tile, **_fading(call), reverse=reverse) for reverse in (False, True))
+    asked = {**_fading(call), "terms": call.decay_grad}
+    of_queries, of_keys, of_values = (
+        _function(tile, **features)
+        for features in (asked, {**asked, "reverse": True}, {**_fading(call), "reverse": True})
+    )
+    configs = [config(tile, **asked, reverse=reverse) for reverse in (False, True)]
 
-    def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def run(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         dq, dk, dv = (torch.empty_like(t) for t in likes)
+        ddecay = None
         with on_device(q):
             logs = _logs(decay, k.shape, chunk)
-            earlier(dout, v, k, dq, logs, None, None, None, scale)
-            later(v, dout, q, dk, logs, None, None, None, scale)
-            later(k, q, dout, dv, logs, None, None, None, scale)
-        return dq, dk, dv
+            terms = [Terms.of(each, q) for each in configs] if call.decay_grad else []
+            left = [(x, *each) for x, each in zip((q, k), terms, strict=True)] if terms else [_NO_TERMS] * 2
+            of_queries(dout, v, k, dq, logs, None, None, None, *left[0], scale)
+            of_keys(v, dout, q, dk, logs, None, None, None, *left[1], scale)
+            of_values(k, q, dout, dv, logs, None, None, None, *_NO_TERMS, scale)
+            if terms and decay is not None:
+                ddecay = log_gradients(*terms, decay.expand(k.shape[:3]), chunk, scale)
+                ddecay = ddecay.sum((0, 1)) if decay.ndim == 1 else ddecay
+        return dq, dk, dv, ddecay
 
     return run
 
@@ -149,7 +167,7 @@ def _walk(
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
     tile = width(call.q.shape[3], call.v.shape[3])
     function = _function(tile, reverse=reverse, weighted=weights is not None, biased=bias is not None, wide=wide)
-    function(a, b, c, out, weights, bias, None, None, call.scale)
+    function(a, b, c, out, weights, bias, None, None, *_NO_TERMS, call.scale)
     return out
 
 

@@ -28,6 +28,14 @@ class WalkShared(Fields):
     p_start: Any
     out: Any  # (chunk, COLUMNS, group)
     out_start: Any
+    # Of ``terms``: the ring of x as TMA fills it, its address, and x and c as left and right operands.
+    x_full: Any
+    x_empty: Any
+    boxes_x: Any
+    x_start: Any
+    x: Any
+    c_whole: Any
+    sums: Any  # address
 
 
 class WalkPart(Fields):
