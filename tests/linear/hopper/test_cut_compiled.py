@@ -16,20 +16,25 @@ from warploom.linear.hopper import cut  # noqa: E402
 from warploom.runtime.cubin import resources  # noqa: E402
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("a_head", [False, True])
-def test_kernel(a_head: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_kernel(a_head: bool, gradients: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found: list[tuple[Any, dict[str, Any], tuple[Any, ...]]] = []
     x = torch.zeros(1, 4096, 2, 64, dtype=torch.bfloat16)
-    cut._launch.cache_clear()
+    logs = torch.zeros(1, 2, 1 if a_head else 4096)
+    for launch in (cut._launch, cut._gradient_launch):
+        launch.cache_clear()
     try:
         with patch.object(cut, "Launch", recorder(found)):
-            cut.own_states(x, x, torch.zeros(1, 2, 1 if a_head else 4096), 4, 64)
+            cut.gradient_states(x, x, x, x, logs, 4, 64) if gradients else cut.own_states(x, x, logs, 4, 64)
     finally:
-        cut._launch.cache_clear()
-    ((kernel, constants, arguments),) = found
-    binary = compiled(kernel, constants, arguments)
-    code = listing(binary.asm["cubin"])
-    assert [each.stack for each in resources(binary.asm["cubin"])] == [0]
-    assert code.count("HGMMA") == 64 // 16 and code.count("WARPGROUP.DEPBAR") == 1
-    assert not faults(binary.asm["ttgir"], binary.asm["ptx"], code)
+        for launch in (cut._launch, cut._gradient_launch):
+            launch.cache_clear()
+    assert len(found) == 1 + gradients
+    for kernel, constants, arguments in found:
+        binary = compiled(kernel, constants, arguments)
+        code = listing(binary.asm["cubin"])
+        assert [each.stack for each in resources(binary.asm["cubin"])] == [0]
+        assert code.count("HGMMA") == 64 // 16 and code.count("WARPGROUP.DEPBAR") == 1
+        assert not faults(binary.asm["ttgir"], binary.asm["ptx"], code)

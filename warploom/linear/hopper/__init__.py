@@ -85,8 +85,10 @@ def _segments(call: LinearCall) -> int:
 
 
 def _goes_on(call: LinearCall, ds: Tensor | None, dz: Tensor | None) -> bool:
-    """Whether gradients come from the next implementation: states', wide heads' logs', and those of sequences that are cut."""
-    return ds is not None or dz is not None or (call.decay_grad and not _leaves_terms(call)) or _segments(call) > 1
+    """Whether gradients come from the next implementation: of states, of wide heads' logs, of cut ones whose logs have none."""
+    if ds is not None or dz is not None:
+        return True
+    return not _leaves_terms(call) if call.decay_grad else _segments(call) > 1
 
 
 def _leaves_terms(call: LinearCall) -> bool:
@@ -180,7 +182,7 @@ class Hopper(LinearBackend):
             return _beside(call).backward(call, dout, norm, ds, dz)
         from warploom.linear.hopper.run import backward as run
 
-        dq, dk, dv, ddecay = run(call, dout, norm)
+        dq, dk, dv, ddecay = run(call, dout, norm, _segments(call))
         return dq, dk, dv, None, None, ddecay
 
     def bind_backward(
@@ -190,7 +192,7 @@ class Hopper(LinearBackend):
             return _beside(call).bind_backward(call, dout, norm, ds, dz)
         from warploom.linear.hopper.run import bind_backward as run
 
-        return run(call)
+        return run(call, _segments(call))
 
 
 BACKEND = Hopper()

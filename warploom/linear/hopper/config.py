@@ -11,7 +11,8 @@ COLUMNS = 64  # of c and out that a warpgroup owns, and of a TMA box
 _HERE = "linear/hopper"
 # What the compiled code is made from.
 SOURCES = (
-    *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer", "walk_consumers", "walk_terms")),
+    *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer")),
+    *(f"{_HERE}/{file}.py" for file in ("walk_consumers", "walk_terms")),
     *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "fields")),
     *(f"kernels/cute/{file}.py" for file in ("instructions", "rings", "tiles", "wgmma")),
     "runtime/compile.py",

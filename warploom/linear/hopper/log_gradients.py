@@ -1,4 +1,4 @@
-"""The gradient of a decay's logs from what the walks of queries' and of keys' gradients leave, in Triton: see ``walk_terms``."""
+"""The gradient of a decay's logs, in Triton, from what walks of queries' and of keys' gradients leave: see ``walk_terms``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from warploom.kernels.triton.numerics import exp
 from warploom.linear.hopper.config import WalkConfig
 from warploom.runtime.triton_launch import Launch
 
-_TILE = {"CHUNKS": 8, "num_warps": 4}  # chunks of a program
+_TILE = {"CHUNKS": 8, "LATER": 128, "num_warps": 4}  # chunks of a program, and of later ones at a time
 
 
 class Terms(NamedTuple):
@@ -58,8 +58,8 @@ def _sum_of_groups(pointer, at, inside, line, GROUPS: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "dots_q_ptr", "totals_q_ptr", "dots_k_ptr", "totals_k_ptr", "decay_ptr", "found_ptr", "stride_b", "stride_s", "stride_h",
-        "seqlen", "heads", "batches", "blocks",
+        "dots_q_ptr", "totals_q_ptr", "dots_k_ptr", "totals_k_ptr", "decay_ptr", "found_ptr", "stride_b", "stride_s",
+        "stride_h", "seqlen", "heads", "batches", "blocks",
     ]
 )  # fmt: skip
 def log_gradients_kernel(
@@ -80,6 +80,7 @@ def log_gradients_kernel(
     C: tl.constexpr,
     GROUPS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    LATER: tl.constexpr,
 ):
     """Gradients of the logs of CHUNKS chunks of C tokens of a head.
 
@@ -95,9 +96,10 @@ def log_gradients_kernel(
     line_t = tl.cast(batches, tl.int64) * heads * chunks
     chunk, n = tl.arange(0, CHUNKS), tl.arange(0, C)
     # Pairs that pass the end of these chunks.
-    after = tl.zeros([CHUNKS], tl.float32)
-    for first in range((block + 1) * CHUNKS, chunks, CHUNKS):
-        at, inside = row * chunks + first + chunk, first + chunk < chunks
+    after = tl.zeros([LATER], tl.float32)
+    later = tl.arange(0, LATER)
+    for first in range((block + 1) * CHUNKS, chunks, LATER):
+        at, inside = row * chunks + first + later, first + later < chunks
         after += _sum_of_groups(totals_q_ptr, at, inside, line_t, GROUPS)
         after -= _sum_of_groups(totals_k_ptr, at, inside, line_t, GROUPS)
     at, inside = row * chunks + block * CHUNKS + chunk, block * CHUNKS + chunk < chunks

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from warploom.linear.hopper.cut import own_states
+from warploom.linear.hopper.cut import gradient_states, own_states
 from warploom.linear.hopper.log_gradients import Terms, log_gradients
 from warploom.linear.hopper.plan import config, width
 from warploom.linear.hopper.rows import denominators, mapped, mapped_and_sums, queries_gradient, sums_of_logs, through
@@ -73,11 +73,13 @@ def _forward(call: LinearCall, segments: int) -> Callable[[Tensor, Tensor, Tenso
     return run
 
 
-def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and the decay's gradient where it asks for one."""
+def backward(
+    call: LinearCall, dout: Tensor, norm: Tensor | None, segments: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and the decay's gradient where it asks for one; sequences are cut into so many segments."""
     q, k, v, dout = (aligned(t) for t in (call.q, call.k, call.v, dout))
     if norm is None:
-        return _backward(call)(dout, q, k, v, call.decay)
+        return _backward(call, segments)(dout, q, k, v, call.decay)
     with on_device(q):
         q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         weights = norm.contiguous().reciprocal()
@@ -87,11 +89,11 @@ def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tenso
         return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True), None
 
 
-def bind_backward(call: LinearCall) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
+def bind_backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
     """What launches further backward passes of this kind, without gradients of states; see `warploom.linear.backend`."""
     if call.normalize or not all(stepped(t) for t in (call.q, call.k, call.v)):
         return None
-    launch = _backward(call)
+    launch = _backward(call, segments)
 
     def run(
         dout: Tensor, norm: None, ds: None, dz: None, q: Tensor, k: Tensor, v: Tensor, s: None, z: None, decay: Tensor | None,
@@ -105,15 +107,15 @@ def bind_backward(call: LinearCall) -> Callable[..., tuple[Tensor | None, ...] |
     return run
 
 
-def _backward(call: LinearCall) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """What launches the three walks of a call without a denominator, and all around them, by dout, q, k, v and decay."""
     likes = [like(t.shape, t.dtype, t.device) for t in (call.q, call.k, call.v)]
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
     chunk = config(tile).chunk
-    asked = {**_fading(call), "terms": call.decay_grad}
+    kind = {**_fading(call), "cut": segments > 1}
+    asked = {**kind, "terms": call.decay_grad}
     of_queries, of_keys, of_values = (
-        _function(tile, **features)
-        for features in (asked, {**asked, "reverse": True}, {**_fading(call), "reverse": True})
+        _function(tile, **features) for features in (asked, {**asked, "reverse": True}, {**kind, "reverse": True})
     )
     configs = [config(tile, **asked, reverse=reverse) for reverse in (False, True)]
 
@@ -126,9 +128,13 @@ def _backward(call: LinearCall) -> Callable[..., tuple[Tensor, Tensor, Tensor, T
             logs = _logs(decay, k.shape, chunk)
             terms = [Terms.of(each, q) for each in configs] if call.decay_grad else []
             left = [(x, *each) for x, each in zip((q, k), terms, strict=True)] if terms else [_NO_TERMS] * 2
-            of_queries(dout, v, k, dq, logs, None, None, None, *left[0], scale)
-            of_keys(v, dout, q, dk, logs, None, None, None, *left[1], scale)
-            of_values(k, q, dout, dv, logs, None, None, None, *_NO_TERMS, scale)
+            before: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 3
+            if segments > 1:
+                assert logs is not None
+                before = gradient_states(q, k, v, dout, logs, segments, chunk)
+            of_queries(dout, v, k, dq, logs, None, *before[0], *left[0], scale)
+            of_keys(v, dout, q, dk, logs, None, *before[1], *left[1], scale)
+            of_values(k, q, dout, dv, logs, None, *before[2], *_NO_TERMS, scale)
             if terms and decay is not None:
                 ddecay = log_gradients(*terms, decay.expand(k.shape[:3]), chunk, scale)
                 ddecay = ddecay.sum((0, 1)) if decay.ndim == 1 else ddecay

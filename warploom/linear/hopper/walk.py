@@ -77,7 +77,8 @@ class Walk(Producer, Consumers):
         source, major = (IN_REGISTERS, BY_K) if const_expr(config.weighs_rows) else (IN_SHARED, BY_MN)
         update = product(self.dtype, (64, config.head_dim, 16), source, major, BY_MN)
         self.kernel(
-            a, b, c, out, weights, bias, states, fades, x, dots, totals, tma_a, tma_b, tma_c, tma_x, tma_out, scores, inter, intra, update,
+            a, b, c, out, weights, bias, states, fades, x, dots, totals, tma_a, tma_b, tma_c, tma_x, tma_out,
+            scores, inter, intra, update,
             layout_ab, tile_layout(self.dtype, tile, config.stages * self.boxes, COLUMNS),
             tile_layout(self.dtype, tile, config.c_stages * config.groups, COLUMNS), box,
             tile_layout(self.dtype, tile, config.groups, COLUMNS), scale,

@@ -65,4 +65,5 @@ class WalkBase:
 
     def chunk_at(self, t: Any, given: WalkPart) -> Any:
         """The chunk of step ``t``."""
-        return given.chunks - 1 - t if self.config.reverse else given.first + t
+        n = given.chunks - 1 - t if self.config.reverse else t
+        return given.first + n if self.config.cut or not self.config.reverse else n

@@ -212,17 +212,21 @@ class Consumers(Terms):
 
     @cute.jit
     def state_before(self, given, state, states, fades, column, lane):
-        """What the segments before leave: each one's own state, faded by the segments behind it."""
+        """What the segments before leave, in reverse those behind: each one's own state, faded by those up to this one."""
         own, line = states[given.batch, given.head, None, None, None], fades[given.batch, given.head, None]
         loaded = cute.make_rmem_tensor((cute.size(state), AT_ONCE), Float32)
-        for s in cutlass.range(0, given.segment, AT_ONCE, unroll=1):
+        last = states.shape[2] - 1
+        count = last - given.segment if const_expr(self.config.reverse) else given.segment
+        for s in cutlass.range(0, count, AT_ONCE, unroll=1):
             for j in cutlass.range_constexpr(AT_ONCE):
-                at = cutlass.min(s + j, given.segment - 1)
+                at = cutlass.min(s + j, count - 1)
+                if const_expr(self.config.reverse):
+                    at = last - at
                 for i in cutlass.range_constexpr(cute.size(state)):
                     loaded[i, j] = own[at, column + i // 2 % 2 * 8, i // 4 * 8 + lane % 4 * 2 + i % 2]
             for j in cutlass.range_constexpr(AT_ONCE):
-                if s + j < given.segment:
-                    kept = exp2(line[s + j])
+                if s + j < count:
+                    kept = exp2(line[last - (s + j) if const_expr(self.config.reverse) else s + j])
                     for i in cutlass.range_constexpr(cute.size(state)):
                         state[i] = state[i] * kept + loaded[i, j]
 

@@ -24,7 +24,8 @@ class Producer(WalkBase):
         load_a, load_b = tma_views(tma_a, shared.boxes_a, ga), tma_views(tma_b, shared.boxes_b, gb)
         load_c = tma_views(tma_c, shared.c, gc)
         if const_expr(config.terms):
-            load_x = tma_views(tma_x, shared.boxes_x, cute.local_tile(x[None, None, given.head, given.batch], tile, (None, None)))
+            gx = cute.local_tile(x[None, None, given.head, given.batch], tile, (None, None))
+            load_x = tma_views(tma_x, shared.boxes_x, gx)
         stage, phase = Int32(0), Int32(1)
         c_stage, c_phase = Int32(0), Int32(1)
         size = 2 * config.chunk * config.head_dim

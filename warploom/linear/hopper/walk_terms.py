@@ -2,12 +2,12 @@
 
 A log fades every pair of a query at or after its token and a key before it. Of pairs with one of the two in a chunk, x_i . out_i
 has what token i takes of all chunks before, in reverse behind: x is the tensor that out is the gradient of, and the chunk's own
-product is not in out yet. Of pairs within a chunk each token has its sum as a query less that as a key, from both products of
-a pair. Those that pass a chunk meet in the inner product of the state before it and the state's gradient behind it: a sum of the
-former terms over all later chunks, or over all earlier ones, as ``log_gradients`` finds them.
+product is not in out yet. Of pairs within a chunk each token has its sum as a query less that as a key. Those that pass a chunk
+meet in the inner product of the state before it and the state's gradient behind it: a sum of the former over all later chunks,
+less a sum of the same of keys, as ``log_gradients`` finds it.
 
-Such a sum forgets nothing, so what is rounded in one walk must be rounded alike in the other: states are multiplied in two numbers,
-and x is weighed and rounded as the other walk does before it adds it to its state.
+Such a sum forgets nothing, so what one walk rounds must be rounded alike in the other: states are multiplied in two numbers, and
+x is weighed and rounded as the other walk does before it adds it to its state.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32
 
 from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, load_shared, pack16, store_shared
 from warploom.kernels.cute.rings import release
