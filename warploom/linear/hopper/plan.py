@@ -19,8 +19,8 @@ TILES: dict[int, dict[str, Any]] = {
     256: {"stages": 3, "cluster": 2},
 }
 WIDTHS = tuple(TILES)
-# Of walks that leave what the gradient of logs is made of, whose blocks have all of a head's columns: a ring more. c has as many
-# stages as a, since scores wait for both.
+# Of walks that leave what the gradient of logs is made of, whose blocks have all of a head's columns: a ring more. c has as
+# many stages as a, since scores wait for both.
 TERMS: dict[int, dict[str, Any]] = {64: {}, 128: {"stages": 3, "c_stages": 3}}
 # Of the larger head dim: with a denominator, without one, and with a decay; and of the smaller one. Below, Triton holds the
 # whole state. 8 × 16 heads of 2048 tokens on an H200: 128 dims 67 us, Triton 78; 64 dims 35 and 36, with a decay 35 and 44, as

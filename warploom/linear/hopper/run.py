@@ -126,8 +126,10 @@ def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Te
         ddecay = None
         with on_device(q):
             logs = _logs(decay, k.shape, chunk)
-            terms = [Terms.of(each, q) for each in configs] if call.decay_grad else []
-            left = [(x, *each) for x, each in zip((q, k), terms, strict=True)] if terms else [_NO_TERMS] * 2
+            left: list[tuple[Tensor | None, ...]] = [_NO_TERMS] * 2
+            if call.decay_grad:
+                terms = [Terms.of(each, q) for each in configs]
+                left = [(x, *each) for x, each in zip((q, k), terms, strict=True)]
             before: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 3
             if segments > 1:
                 assert logs is not None
@@ -135,8 +137,8 @@ def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Te
             of_queries(dout, v, k, dq, logs, None, *before[0], *left[0], scale)
             of_keys(v, dout, q, dk, logs, None, *before[1], *left[1], scale)
             of_values(k, q, dout, dv, logs, None, *before[2], *_NO_TERMS, scale)
-            if terms and decay is not None:
-                ddecay = log_gradients(*terms, decay.expand(k.shape[:3]), chunk, scale)
+            if call.decay_grad and decay is not None:
+                ddecay = log_gradients(terms[0], terms[1], decay.expand(k.shape[:3]), chunk, scale)
                 ddecay = ddecay.sum((0, 1)) if decay.ndim == 1 else ddecay
         return dq, dk, dv, ddecay
 

@@ -66,6 +66,7 @@ class Walk(Producer, Consumers):
         tma_c, c = tma_load(c, box, tile)
         tma_x = None
         if const_expr(config.terms):
+            assert x is not None
             x = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
             tma_x, x = tma_load(x, box, tile)
         tma_out = None
