@@ -21,4 +21,5 @@ def added_up(queries: Terms, keys: Terms, logs: Tensor, chunk: int, scale: float
     change = totals[0] - totals[1]
     passes = change.flip(-1).cumsum(-1).flip(-1) - change - totals[1]
     found = (asked + pairs).flip(-1).cumsum(-1).flip(-1) + written.cumsum(-1) - written + passes[..., None]
-    return scale * found.flatten(-2)[..., :seqlen].mT.where(logs.exp() != 0, 0.0)
+    fades = (logs.exp() != 0) & (torch.arange(seqlen) > 0)[:, None]
+    return scale * found.flatten(-2)[..., :seqlen].mT.where(fades, 0.0)

@@ -33,7 +33,7 @@ class Terms(NamedTuple):
 
 
 def log_gradients(queries: Terms, keys: Terms, decay: Tensor, chunk: int, scale: float) -> Tensor:
-    """The gradient (batch, seqlen, heads) of the logs ``decay`` of that shape, any strides; 0 where all is forgotten."""
+    """The gradient of the logs ``decay`` (batch, seqlen, heads), any strides; 0 of the first, and where all is forgotten."""
     batch, seqlen, heads = decay.shape
     found = torch.empty(batch, seqlen, heads, dtype=torch.float32, device=decay.device)
     blocks = -(-seqlen // (chunk * _TILE["CHUNKS"]))
@@ -115,7 +115,8 @@ def log_gradients_kernel(
     written = _sum_of_groups(dots_k_ptr, at, live, line, GROUPS)
     found = tl.cumsum(asked, 1, reverse=True) + (tl.cumsum(written, 1) - written) + both[:, None]
     logs = decay_ptr + batch.to(tl.int64) * stride_b + tokens.to(tl.int64) * stride_s + head.to(tl.int64) * stride_h
-    # Whatever rounding left of the terms of what is forgotten.
-    found = tl.where(exp(tl.load(logs, mask=live, other=0.0)) != 0.0, found * scale, 0.0)
+    # Nothing comes before the first token; and whatever rounding left of the terms of what is forgotten.
+    fades = (tokens > 0) & (exp(tl.load(logs, mask=live, other=0.0)) != 0.0)
+    found = tl.where(fades, found * scale, 0.0)
     to = found_ptr + (tl.cast(batch, tl.int64) * seqlen + tokens) * heads + head
     tl.store(to, found, mask=live)
