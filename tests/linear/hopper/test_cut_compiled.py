@@ -32,13 +32,12 @@ def test_kernel(a_head: bool, gradients: bool, monkeypatch: pytest.MonkeyPatch, 
     finally:
         for launch in (cut._launch, cut._gradient_launch):
             launch.cache_clear()
-    assert len(found) == 1 + gradients
-    for kernel, constants, arguments in found:
-        binary = compiled(kernel, constants, arguments)
-        code = listing(binary.asm["cubin"])
-        assert [each.stack for each in resources(binary.asm["cubin"])] == [0]
-        assert code.count("HGMMA") == 64 // 16 and code.count("WARPGROUP.DEPBAR") == 1
-        assert not faults(binary.asm["ttgir"], binary.asm["ptx"], code)
+    ((kernel, constants, arguments),) = found
+    binary = compiled(kernel, constants, arguments)
+    code = listing(binary.asm["cubin"])
+    assert [each.stack for each in resources(binary.asm["cubin"])] == [0]
+    assert code.count("HGMMA") == 64 // 16 and code.count("WARPGROUP.DEPBAR") == 1
+    assert not faults(binary.asm["ttgir"], binary.asm["ptx"], code)
 
 
 @pytest.mark.parametrize("width", TERMS)

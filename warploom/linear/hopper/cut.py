@@ -51,17 +51,14 @@ def gradient_states(
     batch, seqlen, heads, _ = k.shape
     shape = batch, heads, segments, DIM, DIM
     of_queries, of_keys, of_values = (torch.empty(shape, dtype=torch.float32, device=k.device) for _ in range(3))
-    fades = of_keys.new_empty(2, batch, heads, segments)
+    until, since = of_keys.new_empty(2, batch, heads, segments)
     each = -(-seqlen // (chunk * segments)) * chunk
-    for reverse, (weighed, other), states in (
-        (False, (k, v), (of_queries, None, fades[0])),
-        (True, (q, dout), (of_keys, of_values, fades[1])),
-    ):
-        steps = [s // _UNIT for t in (weighed, other) for s in t.stride()[:3]]
-        launch = _gradient_launch(chunk, logs.shape[2] == 1, reverse, max(steps) < 2**31)
-        grid = batch * heads * segments, 1
-        launch(grid, weighed, other, logs, *states, *steps, logs.stride(1), seqlen, heads, segments, each)
-    return [(of_queries, fades[0]), (of_keys, fades[1]), (of_values, fades[1])]
+    steps = [s // _UNIT for t in (q, k, v, dout) for s in t.stride()[:3]]
+    launch = _gradient_launch(chunk, logs.shape[2] == 1, max(steps) < 2**31)
+    states = of_queries, of_keys, of_values, until, since
+    numbers = logs.stride(1), seqlen, heads, segments, each
+    launch((2 * batch * heads * segments, 1), q, k, v, dout, logs, *states, *steps, *numbers)
+    return [(of_queries, until), (of_keys, since), (of_values, since)]
 
 
 @cache
@@ -70,8 +67,8 @@ def _launch(chunk: int, a_head: bool, direct: bool) -> Launch:
 
 
 @cache
-def _gradient_launch(chunk: int, a_head: bool, reverse: bool, direct: bool) -> Launch:
-    return Launch(gradient_states_kernel, {"C": chunk, "A_HEAD": a_head, "REVERSE": reverse, **_TILE}, direct=direct)
+def _gradient_launch(chunk: int, a_head: bool, direct: bool) -> Launch:
+    return Launch(gradient_states_kernel, {"C": chunk, "A_HEAD": a_head, **_TILE}, direct=direct)
 
 
 @triton.jit(
@@ -137,23 +134,34 @@ def states_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "logs_ptr", "turned_ptr", "states_ptr", "fades_ptr", "stride_cb", "stride_cs", "stride_ch", "stride_bb", "stride_bs",
-        "stride_bh", "stride_lh", "seqlen", "heads", "segments", "segment",
+        "logs_ptr", "of_queries_ptr", "of_keys_ptr", "of_values_ptr", "until_ptr", "since_ptr", "stride_qb", "stride_qs",
+        "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh", "stride_gb", "stride_gs",
+        "stride_gh", "stride_lh", "seqlen", "heads", "segments", "segment",
     ]
 )  # fmt: skip
 def gradient_states_kernel(
-    c_ptr,
-    b_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
     logs_ptr,
-    turned_ptr,
-    states_ptr,
-    fades_ptr,
-    stride_cb,
-    stride_cs,
-    stride_ch,
-    stride_bb,
-    stride_bs,
-    stride_bh,
+    of_queries_ptr,
+    of_keys_ptr,
+    of_values_ptr,
+    until_ptr,
+    since_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
     stride_lh,
     seqlen,
     heads,
@@ -162,44 +170,56 @@ def gradient_states_kernel(
     C: tl.constexpr,
     DIM: tl.constexpr,
     A_HEAD: tl.constexpr,
-    REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A segment's own state of a walk over b and c, c down and b across, and turned where there is room; step by step as it."""
+    """A segment's own sum of k v, or from its end of q dO, faded and rounded step by step as the walks do it.
+
+    Sums are stored as walks have them: of dq and dk with keys' or queries' dims down, of dv with them across.
+    """
     pid = tl.program_id(0)
+    places = tl.num_programs(0) // 2
+    reverse = pid >= places
+    pid = pid % places
     row, place = pid // segments, pid % segments
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     first = place * segment
     # Nothing begins from the last one's, in reverse from the first one's.
-    if REVERSE:
-        if place == 0:
-            return
-    elif first + segment >= seqlen:
+    if reverse & (place == 0):
+        return
+    if (first + segment >= seqlen) & (not reverse):
         return
     n, e = tl.arange(0, C), tl.arange(0, DIM)
-    c_base = c_ptr + (batch * stride_cb + head * stride_ch) * UNIT
-    b_base = b_ptr + (batch * stride_bb + head * stride_bh) * UNIT
+    if reverse:
+        c_base, stride_c = q_ptr + (batch * stride_qb + head * stride_qh) * UNIT, stride_qs
+        b_base, stride_b = g_ptr + (batch * stride_gb + head * stride_gh) * UNIT, stride_gs
+    else:
+        c_base, stride_c = k_ptr + (batch * stride_kb + head * stride_kh) * UNIT, stride_ks
+        b_base, stride_b = v_ptr + (batch * stride_vb + head * stride_vh) * UNIT, stride_vs
     logs = logs_ptr + (head if A_HEAD else row.to(tl.int64)) * stride_lh
     if A_HEAD:
         log = held(tl.load(logs)) * LOG2E
     s = opaque_zeros(DIM, DIM)
     passed = tl.zeros([], tl.float32)
     for i in tl.range(0, segment // C, num_stages=STAGES):
-        t = first + ((segment - (i + 1) * C) if REVERSE else i * C)
+        t = first + tl.where(reverse, segment - (i + 1) * C, i * C)
         tokens = (t + n).to(tl.int64)[:, None]
         inside = tokens < seqlen
-        c = tl.load(c_base + tokens * (stride_cs * UNIT) + e[None, :], mask=inside, other=0.0)
-        b = tl.load(b_base + tokens * (stride_bs * UNIT) + e[None, :], mask=inside, other=0.0)
+        c = tl.load(c_base + tokens * (stride_c * UNIT) + e[None, :], mask=inside, other=0.0)
+        b = tl.load(b_base + tokens * (stride_b * UNIT) + e[None, :], mask=inside, other=0.0)
         if A_HEAD:
             sums, last = (n + 1).to(tl.float32) * log, C * log
         else:
             sums = tl.load(logs + tl.minimum(t + n, seqlen - 1))
             last = tl.load(logs + tl.minimum(t + (C - 1), seqlen - 1))
-        c = (c.to(tl.float32) * exp2(sums if REVERSE else last - sums)[:, None]).to(c.dtype)
+        c = (c.to(tl.float32) * exp2(tl.where(reverse, sums, last - sums))[:, None]).to(c.dtype)
         s = tl.dot(tl.trans(b), c, s * exp2(last))
         passed += last
     to = pid.to(tl.int64) * (DIM * DIM)
-    tl.store(turned_ptr + to + e[None, :] * DIM + e[:, None], s)
-    if states_ptr is not None:
-        tl.store(states_ptr + to + e[:, None] * DIM + e[None, :], s)
-    tl.store(fades_ptr + pid, passed)
+    down, across = to + e[:, None] * DIM + e[None, :], to + e[None, :] * DIM + e[:, None]
+    if reverse:
+        tl.store(of_keys_ptr + across, s)
+        tl.store(of_values_ptr + down, s)
+        tl.store(since_ptr + pid, passed)
+    else:
+        tl.store(of_queries_ptr + across, s)
+        tl.store(until_ptr + pid, passed)

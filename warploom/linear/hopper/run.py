@@ -134,8 +134,9 @@ def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Te
             if segments > 1:
                 assert logs is not None
                 before = gradient_states(q, k, v, dout, logs, segments, chunk)
-            of_queries(dout, v, k, dq, logs, None, *before[0], *left[0], scale)
+            # In this order each walk begins where the one before ended, whose tensors L2 still has a part of.
             of_keys(v, dout, q, dk, logs, None, *before[1], *left[1], scale)
+            of_queries(dout, v, k, dq, logs, None, *before[0], *left[0], scale)
             of_values(k, q, dout, dv, logs, None, *before[2], *_NO_TERMS, scale)
             if call.decay_grad and decay is not None:
                 ddecay = log_gradients(terms[0], terms[1], decay.expand(k.shape[:3]), chunk, scale)

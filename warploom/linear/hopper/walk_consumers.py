@@ -179,7 +179,7 @@ class Consumers(Terms):
             self.gemm_inter(mma_inter, acc, state, operands, queries[None, None, None, stage])
             if const_expr(config.fading):
                 x_tile = tiles + stage * (config.groups * config.chunk * COLUMNS)
-                weight = self.fade(given, acc, state, weight, (x_tile, stage, phase, group, warp), lane)
+                weight, dots = self.fade(given, acc, state, weight, (x_tile, stage, phase), lane)
             cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
             left = values[None, None, None, c_stage * config.groups + group]
             wait(WalkBarrier.P_READY, self.consumers)
@@ -193,6 +193,8 @@ class Consumers(Terms):
                 left = weighed
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             gemm(mma_update, state, left, keys[None, None, None, stage], True)
+            if const_expr(config.terms):
+                self.leave_dots(given, dots, group, lane, warp)
             warpgroup.wait_group(1)
             arrive(WalkBarrier.P_TAKEN, self.consumers)
             release_everywhere(shared.a_empty + stage, config.cluster)
@@ -275,7 +277,10 @@ class Consumers(Terms):
 
     @cute.jit
     def fade(self, given, acc, state, logs, x_place, lane):
-        """Fade the state over a chunk, and what the chunk's tokens take of it; weights of the rows of c, a pair a lane."""
+        """Fade the state over a chunk, and what the chunk's tokens take of it.
+
+        Returns weights of the rows of c, a pair a lane, and of ``terms`` this thread's part of x . out.
+        """
         warpgroup.commit_group()
         last = cute.arch.shuffle_sync(logs[1], 31)
         since, until = [exp2(x) for x in logs], [exp2(last - x) for x in logs]
@@ -284,14 +289,17 @@ class Consumers(Terms):
             state[i] = state[i] * kept
         taken, weights = (until, since) if const_expr(self.config.reverse) else (since, until)
         factors = [self.of_token(taken, i // 2 * 8 + i % 2, lane) for i in range(self.config.chunk // 4)]
+        dots = None
+        if const_expr(self.config.terms):
+            x_words = self.weigh_x(given, factors, x_place, lane)
         warpgroup.wait_group(0)
         if const_expr(self.config.terms):
-            self.leave_dots(given, acc, factors, x_place, lane)
+            dots = self.dots(acc, x_words, lane)
         for i in cutlass.range_constexpr(self.config.chunk // 4):
             for r in cutlass.range_constexpr(2):
                 at = i // 2 * 4 + r * 2 + i % 2
                 acc[at] = acc[at] * factors[i]
-        return weights
+        return weights, dots
 
     @cute.jit
     def finish(self, acc, weight, before, scale, lane):

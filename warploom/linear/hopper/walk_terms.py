@@ -37,9 +37,9 @@ def pick(condition, a, b):
 class Terms(WalkBase):
     """What consumers do beside the walk."""
 
-    def folded(self, values: Any, lane: Any) -> Any:
+    def folded(self, values: Any, lane: Any, bits: tuple[int, ...] = (16, 8, 4)) -> Any:
         """Of the 16 columns of this thread, sums over the eight lanes with the same ones: of columns 2 * lane and the next."""
-        for bit in (16, 8, 4):
+        for bit in bits:
             upper, half = (lane & bit) != 0, len(values) // 2
             pairs = list(zip(values[:half], values[half:], strict=True))
             given = [cute.arch.shuffle_sync_bfly(pick(upper, low, high), bit) for low, high in pairs]
@@ -49,26 +49,34 @@ class Terms(WalkBase):
     # The state
 
     @cute.jit
-    def leave_dots(self, given, acc, factors, place, lane):
-        """x . out of the chunk's tokens over this warp's columns, x times their factors, to shared memory."""
+    def weigh_x(self, given, factors, place, lane):
+        """This warp's columns of x, times the factors of the chunk's tokens, while the product with the state is under way."""
         shared = given.shared
-        tile, stage, phase, group, warp = place
+        tile, stage, phase = place
         cute.arch.mbarrier_wait(shared.x_full + stage, phase)
         address = shared.x_start.toint() + 2 * tile
-        found = []
+        words = []
         for i in cutlass.range_constexpr(self.config.chunk // 16):
             four = ldmatrix_x4(address, i * (2 * 16 * COLUMNS), True)
-            for half in cutlass.range_constexpr(2):
-                tokens = factors[4 * i + 2 * half : 4 * i + 2 * half + 2]
-                weighed = []
-                for r in cutlass.range_constexpr(2):
-                    values = [from_bfloat16(four[2 * half + r], e) * tokens[e] for e in range(2)]
-                    weighed.append(pack16(*values, self.dtype))
-                for e in cutlass.range_constexpr(2):
-                    low, high = [acc[8 * i + 4 * half + 2 * r + e] * from_bfloat16(weighed[r], e) for r in range(2)]
-                    found.append(low + high)
+            for n in cutlass.range_constexpr(4):
+                tokens = factors[4 * i + n // 2 * 2 : 4 * i + n // 2 * 2 + 2]
+                words.append(pack16(*[from_bfloat16(four[n], e) * tokens[e] for e in range(2)], self.dtype))
         release(shared.x_empty + stage)
-        store_shared(shared.sums + OWN * (4 * group + warp) + 8 * lane, 0, self.folded(found, lane))
+        return words
+
+    def dots(self, acc: Any, words: Any, lane: Any) -> Any:
+        """x . out of the chunk's tokens over the two columns of this thread and of the one 16 lanes apart, half each."""
+        found = []
+        for i in range(self.config.chunk // 4):  # this thread's tokens
+            at = i // 2 * 4 + i % 2
+            low, high = [acc[at + 2 * r] * from_bfloat16(words[i // 2 * 2 + r], i % 2) for r in range(2)]
+            found.append(low + high)
+        return self.folded(found, lane, (16,))
+
+    @cute.jit
+    def leave_dots(self, given, found, group, lane, warp):
+        """Their sums over this warp's columns, to shared memory."""
+        store_shared(given.shared.sums + OWN * (4 * group + warp) + 8 * lane, 0, self.folded(found, lane, (8, 4)))
 
     @cute.jit
     def store_dots(self, given, terms, group, warp, n):
