@@ -53,8 +53,8 @@ def test_machine_code(name: str, built: Built) -> None:
     slices, tokens = variant.head_dim // 16, variant.chunk // 16
     # Of pairs a second product; of terms the state in two numbers.
     assert listing.count("HGMMA") == (2 + variant.meets + variant.terms) * slices + 2 * tokens
-    # Scores; each part of the state but the first, or both halves of it; out; the state; what fades waits for the last part.
-    # More would mean that ptxas serialised wgmma; one that comes twice in a row is one.
+    # Scores; each part of the state but the first; out; the state; what fades waits for the last part. More would mean that
+    # ptxas serialised wgmma; one that comes twice in a row is one.
     waits = ["WARPGROUP.DEPBAR" in line for line in listing.splitlines() if ";" in line]
-    parts = (slices // 4 - 1) * (1 + variant.terms)
-    assert sum(now and not before for before, now in pairwise(waits)) == parts + 3 + variant.fading
+    parts = slices // (2 if variant.terms else 4)
+    assert sum(now and not before for before, now in pairwise(waits)) == parts + 2 + variant.fading

@@ -87,7 +87,7 @@ def test_each_barrier_is_needed(name: str, built: Built) -> None:
     traced, config = built.traced(name), CORE[name]
     launch = walk(traced, config, 8)
     block = Machine(traced.kernel, launch, 0).run().blocks[0]
-    assert len(block.mbarriers) == (6 if config.terms else 4) * config.stages + 2 * config.c_stages
+    assert len(block.mbarriers) == (5 if config.terms else 4) * config.stages + 2 * config.c_stages
     mbarriers = sorted(block.mbarriers)
     if config.c_stages == config.stages:
         free = 4 * config.stages + config.c_stages

@@ -98,12 +98,12 @@ class Walk(Producer, Consumers):
             with cute.arch.elect_one():
                 groups = self.config.groups
                 readers = 4 * (1 + groups) * self.config.cluster  # warps
-                rings = [(shared.a_full, shared.a_empty, readers), (shared.b_full, shared.b_empty, readers)]
-                own = 4 * (groups + self.config.meets)
-                if const_expr(self.config.terms):
-                    rings.append((shared.x_full, shared.x_empty, own))
+                rings = (shared.a_full, shared.a_empty, readers), (shared.b_full, shared.b_empty, readers)
                 init_rings(self.config.stages, *rings)
-                init_rings(self.config.c_stages, (shared.c_full, shared.c_empty, own))
+                init_rings(self.config.c_stages, (shared.c_full, shared.c_empty, 4 * (groups + self.config.meets)))
+                if const_expr(self.config.terms):
+                    for i in range(self.config.stages):
+                        cute.arch.mbarrier_init(shared.x_full + i, 1)
             cute.arch.mbarrier_init_fence()
         meet(self.config.cluster)
 
@@ -148,7 +148,7 @@ class Walk(Producer, Consumers):
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, (6 if config.terms else 4) * stages + 2 * config.c_stages]
+            barriers: cute.struct.MemRange[Int64, (5 if config.terms else 4) * stages + 2 * config.c_stages]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ab)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ab)], 1024]
             c: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_c)], 1024]
@@ -187,7 +187,6 @@ class Walk(Producer, Consumers):
             out=placed(storage.out, layout_out),
             out_start=storage.out.data_ptr(),
             x_full=barriers.take(stages) if config.terms else None,
-            x_empty=barriers.take(stages) if config.terms else None,
             boxes_x=boxes_x,
             x_start=x_start,
             x=x_whole,

@@ -28,9 +28,9 @@ class WalkShared(Fields):
     p_start: Any
     out: Any  # (chunk, COLUMNS, group)
     out_start: Any
-    # Of ``terms``: the ring of x as TMA fills it, its address, and x and c as left and right operands.
+    # Of ``terms``: the ring of x as TMA fills it, its address, and x and c as left and right operands. Who has read a chunk of
+    # a has read that of x.
     x_full: Any
-    x_empty: Any
     boxes_x: Any
     x_start: Any
     x: Any

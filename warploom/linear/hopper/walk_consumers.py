@@ -87,7 +87,6 @@ class Consumers(Terms):
             release_everywhere(shared.a_empty + stage, config.cluster)
             release_everywhere(shared.b_empty + stage, config.cluster)
             if const_expr(config.meets):
-                release(shared.x_empty + stage)
                 release(shared.c_empty + stage)
             for i in cutlass.range_constexpr(config.chunk // 4):  # this thread's columns
                 place = i // 2 * 8 + i % 2
@@ -253,27 +252,26 @@ class Consumers(Terms):
     def gemm_inter(self, mma, acc, state, operands, queries):
         """Issue out = state · a of the chunk, the state rounded part by part: there is no room for all of it at once.
 
-        With a second operand also what rounding took of it.
+        With a second operand also what rounding took of it, in parts of half the length.
         """
         atom = cute.make_mma_atom(mma.op)
-        slices = cute.size(queries, mode=[2])
-        high = words(operands[0])
-        for part in cutlass.range_constexpr(slices // SLICES):
-            for n in cutlass.range_constexpr(len(operands)):
-                if const_expr(part > 0):
-                    warpgroup.wait_group(1)  # for the part before the last one, whose registers the next takes
-                for i in cutlass.range_constexpr(part * SLICES * 4, (part + 1) * SLICES * 4):
-                    if const_expr(n == 0):
-                        high[i] = pack16(state[2 * i], state[2 * i + 1], self.dtype)
-                    else:
-                        left = [state[2 * i + e] - from_bfloat16(high[i], e) for e in range(2)]
-                        words(operands[1])[i] = pack16(*left, self.dtype)
-                warpgroup.fence()
-                for i in cutlass.range_constexpr(part * SLICES, (part + 1) * SLICES):
+        slices, each = cute.size(queries, mode=[2]), SLICES // len(operands)
+        taken = [words(operand) for operand in operands]
+        for part in cutlass.range_constexpr(slices // each):
+            if const_expr(part > 0):
+                warpgroup.wait_group(1)  # for the part before the last one, whose registers the next takes
+            for i in cutlass.range_constexpr(part * each * 4, (part + 1) * each * 4):
+                taken[0][i] = pack16(state[2 * i], state[2 * i + 1], self.dtype)
+                if const_expr(len(operands) > 1):
+                    left = [state[2 * i + e] - from_bfloat16(taken[0][i], e) for e in range(2)]
+                    taken[1][i] = pack16(*left, self.dtype)
+            warpgroup.fence()
+            for i in cutlass.range_constexpr(part * each, (part + 1) * each):
+                for n in cutlass.range_constexpr(len(operands)):
                     atom.set(warpgroup.Field.ACCUMULATE, n > 0 or i > 0)
                     cute.gemm(atom, acc, operands[n][None, None, i], queries[None, None, i], acc)
-                if const_expr((part + 1) * SLICES < slices or n + 1 < len(operands)):
-                    warpgroup.commit_group()
+            if const_expr((part + 1) * each < slices):
+                warpgroup.commit_group()
 
     @cute.jit
     def fade(self, given, acc, state, logs, x_place, lane):

@@ -43,7 +43,6 @@ class Producer(WalkBase):
             for i in cutlass.range_constexpr(config.groups):
                 load_tile(load_c, (n, given.block + i), c_stage * config.groups + i, shared.c_full, c_stage)
             if const_expr(config.terms):
-                cute.arch.mbarrier_wait(shared.x_empty + stage, phase)
                 expect(shared.x_full + stage, 2 * config.groups * config.chunk * COLUMNS)
                 for i in cutlass.range_constexpr(config.groups):
                     load_tile(load_x, (n, given.block + i), stage * config.groups + i, shared.x_full, stage)

@@ -21,7 +21,6 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, load_shared, pack16, store_shared
-from warploom.kernels.cute.rings import release
 from warploom.linear.hopper.config import COLUMNS
 from warploom.linear.hopper.walk_base import WalkBase
 
@@ -61,7 +60,6 @@ class Terms(WalkBase):
             for n in cutlass.range_constexpr(4):
                 tokens = factors[4 * i + n // 2 * 2 : 4 * i + n // 2 * 2 + 2]
                 words.append(pack16(*[from_bfloat16(four[n], e) * tokens[e] for e in range(2)], self.dtype))
-        release(shared.x_empty + stage)
         return words
 
     def dots(self, acc: Any, words: Any, lane: Any) -> Any:
