@@ -14,7 +14,9 @@ from warploom.kernels.triton.numerics import exp
 from warploom.linear.hopper.config import WalkConfig
 from warploom.runtime.triton_launch import Launch
 
-_TILE = {"HEADS": 8, "LATER": 128, "num_warps": 4}  # of a program, each a chunk, and later chunks that are added at a time
+# Heads of a program, each a chunk, and later chunks that are added at a time. 4 × 32 × 8192 tokens on an H200 16.4 us, of 8
+# heads and four warps 17.5, of 16 heads 22.
+_TILE = {"HEADS": 4, "LATER": 128, "num_warps": 2}
 
 
 class Terms(NamedTuple):
