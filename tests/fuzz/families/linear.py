@@ -336,7 +336,8 @@ def modules(p: LinearProblem, backend: str) -> list[Any]:
 
     if backend != "hopper" or max(p.e, p.m) > 256:
         return []
-    return [config.spec for config in configs(width(p.e, p.m), p.normalize, p.decay != "", p.decay == "head")]
+    fading, logs = p.decay != "", p.decay != "" and p.upstream != ""
+    return [config.spec for config in configs(width(p.e, p.m), p.normalize, fading, p.decay == "head", logs=logs)]
 
 
 def shrink(p: LinearProblem) -> Iterator[LinearProblem]:

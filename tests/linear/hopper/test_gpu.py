@@ -39,18 +39,29 @@ def case(kind: str, **shape: Any) -> Case:
 
 def computed(call: LinearCall, dout: Tensor) -> dict[str, Tensor]:
     out, norm, *_ = hopper.BACKEND.forward(call, False)
-    dq, dk, dv, *_ = hopper.BACKEND.backward(call, dout, norm, None, None)
-    found = {"out": out, "norm": norm, "dq": dq, "dk": dk, "dv": dv}
+    dq, dk, dv, _, _, ddecay = hopper.BACKEND.backward(call, dout, norm, None, None)
+    found = {"out": out, "norm": norm, "dq": dq, "dk": dk, "dv": dv, "ddecay": ddecay}
     return {name: t for name, t in found.items() if t is not None}
 
 
 def check(of: Case) -> None:
     call, dout, *_ = of.call()
-    call = replace(call, decay_grad=False)
-    truth, model = (results(call, dout, None, None, exact=exact) for exact in (True, False))
-    for name, t in computed(call, dout).items():
-        verdict = judge(name, t, getattr(truth, name), getattr(model, name), of.dtype)
-        assert verdict.passed, f"{verdict}\n{of}"
+    check_call(replace(call, decay_grad=call.decay_grad and hopper._leaves_terms(call)), dout, of)
+
+
+def check_call(call: LinearCall, dout: Tensor, of: object) -> None:
+    """With and without a gradient of the logs, where it asks for one; the same bits twice."""
+    truth, model = ({**results(call, dout, None, None, exact=exact)._asdict()} for exact in (True, False))
+    if call.decay is not None and call.decay.ndim == 1:
+        for each in (truth, model):
+            each["ddecay"] = each["ddecay"].sum((0, 1))
+    for each in [call, replace(call, decay_grad=False)][: 1 + call.decay_grad]:
+        found, again = (computed(each, dout) for _ in range(2))
+        assert ("ddecay" in found) == each.decay_grad
+        for name, t in found.items():
+            verdict = judge(name, t, truth[name], model[name], torch.bfloat16)
+            assert verdict.passed, f"{verdict}\n{of}"
+            assert torch.equal(t, again[name]), f"{name}\n{of}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,12 +82,29 @@ def test_narrower_heads(rows: int, dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dims", [(256, 256), (192, 192), (136, 200), (248, 72), (128, 128), (72, 64), (64, 64)], ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 333, 1025])
 def test_a_decay(rows: int, dims: tuple[int, int], decay: str) -> None:
-    """The same bits twice."""
-    of = case("plain", rows=rows, batch=2, heads=3, e=dims[0], m=dims[1], decay=decay)
-    check(of)
-    call, dout, *_ = of.call()
-    first = computed(call, dout)
-    assert all(torch.equal(t, first[name]) for name, t in computed(call, dout).items()), of
+    """Up to 128 dims the gradient of the logs, too."""
+    check(case("plain", rows=rows, batch=2, heads=60 if dims == (64, 64) else 3, e=dims[0], m=dims[1], decay=decay))
+
+
+WEAK, FORGOTTEN = -2e-4, -torch.inf
+
+
+@pytest.mark.parametrize("logs", ["weak", "steep", "weak with steep ones", "weak, some forget", "steep first"])
+@pytest.mark.parametrize(("tokens", "heads", "dim"), [(4096 + 37, 4, 64), (2500, 90, 64), (3000, 8, 128)])
+def test_the_gradient_of_logs_forgets(tokens: int, heads: int, dim: int, logs: str) -> None:
+    """It is a sum over all later tokens: what was large stays nowhere where much or all has been forgotten since."""
+    call, dout, *_ = case("plain", rows=tokens, heads=heads, e=dim, decay="token").call()
+    assert call.decay is not None
+    u = torch.rand_like(call.decay)
+    weak, steep, few = WEAK * u, -5.0 * (1 + u), torch.rand_like(u) < 1 / 300
+    chosen = {
+        "weak": weak,
+        "steep": steep,
+        "weak with steep ones": weak.where(~few, -20.0),
+        "weak, some forget": weak.where(~few, FORGOTTEN),
+        "steep first": torch.cat([steep[:, : tokens // 2], weak[:, tokens // 2 :]], 1),
+    }[logs]
+    check_call(replace(call, decay=chosen), dout, (tokens, heads, dim, logs))
 
 
 @pytest.mark.parametrize(("dim", "decay"), [(64, "token"), (128, "token"), (256, "token"), (128, None)])
@@ -87,13 +115,10 @@ def test_a_decay_or_none_over_many_waves(dim: int, decay: str | None) -> None:
 @pytest.mark.parametrize("decay", ["head", "token", "token that forgets"])
 @pytest.mark.parametrize(("rows", "heads"), [(4096, 8), (5000, 16), (16384 + 1, 5)])
 def test_a_decay_over_segments(rows: int, heads: int, decay: str) -> None:
-    """Whole ones, a short last one, more than are added up at once; the same bits twice."""
+    """Whole ones, a short last one, more than are added up at once."""
     of = case("plain", rows=rows, heads=heads, e=64, decay=decay)
-    call = replace(of.call()[0], decay_grad=False)
-    assert hopper._segments(call) > 1
+    assert hopper._segments(of.call()[0]) > 1
     check(of)
-    first, *_ = hopper.BACKEND.forward(call, False)
-    assert torch.equal(hopper.BACKEND.forward(call, False)[0], first), of
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -197,10 +222,10 @@ def test_a_state_and_its_gradient_come_from_triton() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("rows", "dim"), [(300, 128), (300, 256), (2048, 64)])
-def test_gradients_of_a_decay_come_from_triton(rows: int, dim: int) -> None:
-    q, k, v = (torch.randn(2, rows, 20, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    decay = (torch.rand(2, rows, 20, device="cuda") * -0.1).requires_grad_()
+@pytest.mark.parametrize("dim", [192, 256])
+def test_gradients_of_a_decay_of_wide_heads_come_from_triton(dim: int) -> None:
+    q, k, v = (torch.randn(2, 300, 20, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    decay = (torch.rand(2, 300, 20, device="cuda") * -0.1).requires_grad_()
     options: dict[str, Any] = {"decay": decay, "feature_map": "identity", "normalize": False}
     out, other = (linear_attention(q, k, v, backend=backend, **options) for backend in ("hopper", "triton"))
     dout = torch.randn_like(out)

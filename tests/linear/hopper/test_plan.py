@@ -191,7 +191,7 @@ def test_dispatch_can_be_traced(machine: None, monkeypatch: pytest.MonkeyPatch, 
 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
-    assert len(set(names)) == len(names) == 32
+    assert len(set(names)) == len(names) == 46
     assert names[0] == "linear_walk_sm90_bfloat16_d64_v64_64s4x4_c1g1_fading"
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}
@@ -206,6 +206,10 @@ def test_named_set_has_every_variant_of_a_call() -> None:
     for dims in ((136, 64), (192, 192), (200, 64), (64, 256)):
         for kind in ((False, False), (True, False), (False, True), (False, True, True)):
             assert set(configs(width(*dims), *kind)) <= set(named_set())
+    for cut, a_head, dim in ((False, False, 128), (False, True, 64), (True, False, 64), (True, True, 64)):
+        found = configs(dim, False, True, a_head, cut, True)
+        assert set(found) <= set(named_set()) and [variant.terms for variant in found] == [False, True, True, False]
+        assert {variant.cut for variant in found} == {cut}
     for kind in ((False, False), (False, True), (False, True, True)):
         assert set(configs(width(72, 64), *kind)) <= set(named_set())
 

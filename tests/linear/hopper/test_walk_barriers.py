@@ -36,7 +36,8 @@ def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
     seqlen, dim, dim_v = CHUNK * chunks - 1, config.head_dim, config.head_dim_v
     weights = config.weighted or config.fading
     names = ["a", "b", "c", "out", *["weights"] * weights, *["bias"] * config.biased, *["states", "fades"] * config.cut]
-    names += ["tma_a", "tma_b", "tma_c"]
+    names += ["x", "dots", "totals"] * config.terms
+    names += ["tma_a", "tma_b", "tma_c", *["tma_x"] * config.terms]
     names += [*["tma_out"] * (not config.wide), "scores", "inter", "intra", "update", "scale"]
     values: dict[str, Any] = {
         "a": ((seqlen, dim, 1, 1), ()),
@@ -47,6 +48,9 @@ def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
         "bias": ((1, 1, seqlen), (seqlen, seqlen)),
         "states": ((1, 1, SEGMENTS, dim_v, dim), (SEGMENTS * dim_v * dim, SEGMENTS * dim_v * dim, dim_v * dim, dim)),
         "fades": ((1, 1, SEGMENTS), (SEGMENTS, SEGMENTS)),
+        "x": ((seqlen, dim_v, 1, 1), ()),
+        "dots": ((config.groups + config.meets, 1, 1, seqlen), (seqlen, seqlen, seqlen)),
+        "totals": ((config.groups, 1, 1, chunks), (chunks, chunks, chunks)),
     }
     grid = config.blocks * (SEGMENTS if config.cut else 1)
     return launch(traced, values, names, grid=grid, cluster=config.cluster)
@@ -66,13 +70,15 @@ def test_no_hang_and_no_race(name: str, chunks: int, built: Built) -> None:
         order = [CHUNK * t for t in of]
         for warp in range(4, 4 * (2 + config.groups), 4):  # the first of each of the state's, and of the scores'
             products = machine.products[block.warps[warp].component]
-            assert [at[1] for p, at in products if p == a and at[0] == 0] == (order[::-1] if config.reverse else order)
+            times = 2 if config.terms and warp < 4 * (1 + config.groups) else 1  # a state in two numbers
+            taken = [t for t in (order[::-1] if config.reverse else order) for _ in range(times)]
+            assert [at[1] for p, at in products if p == a and at[0] == 0] == taken
         left_over = {barrier.name: barrier.come for barrier in block.named.values() if barrier.come}
         assert not left_over
     assert config.wide or machine.stored == config.blocks * config.groups * chunks
 
 
-@pytest.mark.parametrize("name", ["256", "128, a decay"])
+@pytest.mark.parametrize("name", ["256", "128, a decay", "128, terms of dq"])
 def test_each_barrier_is_needed(name: str, built: Built) -> None:
     """A barrier that lets everybody pass is noticed, each in turn.
 
@@ -81,10 +87,11 @@ def test_each_barrier_is_needed(name: str, built: Built) -> None:
     traced, config = built.traced(name), CORE[name]
     launch = walk(traced, config, 8)
     block = Machine(traced.kernel, launch, 0).run().blocks[0]
-    assert len(block.mbarriers) == 4 * config.stages + 2 * config.c_stages
+    assert len(block.mbarriers) == (5 if config.terms else 4) * config.stages + 2 * config.c_stages
     mbarriers = sorted(block.mbarriers)
     if config.c_stages == config.stages:
-        mbarriers = mbarriers[: -config.c_stages]
+        free = 4 * config.stages + config.c_stages
+        del mbarriers[free : free + config.c_stages]
     missed = []
     for barrier in [*mbarriers, *(b.name for b in block.named.values())]:
         try:

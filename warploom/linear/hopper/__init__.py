@@ -3,7 +3,8 @@
 One kernel, the walk (TMA, wgmma, warp specialisation), sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients
 are such sums. A block walks a sequence in chunks with a slice of the state in registers. Modules are compiled ahead of time by
 `warploom build`, or once at first use. Maps and denominators are passes over rows in Triton, and so are the states of segments
-where few sequences are cut. A state that is asked for, and the gradient of a decay, are the next implementation's.
+where few sequences are cut. A state that is asked for, and the gradient of a decay past head_dim 128, are the next
+implementation's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from warploom.linear.hopper.plan import (
     FILL,
     LEAST,
     LONGEST,
+    TERMS,
     WIDTHS,
     blocks,
     configs,
@@ -49,9 +51,9 @@ def _examine() -> str | None:
 
 
 @traced.constant
-def _module_refusal(width: int, normalize: bool, fading: bool, a_head: bool, cut: bool) -> str | None:
+def _module_refusal(width: int, normalize: bool, fading: bool, a_head: bool, cut: bool, logs: bool) -> str | None:
     """Why a module can be neither loaded nor built here."""
-    kind = (width, normalize, fading, a_head, cut)
+    kind = (width, normalize, fading, a_head, cut, logs)
     return _found.refusal(kind, lambda: [variant.spec for variant in configs(*kind)])
 
 
@@ -83,8 +85,15 @@ def _segments(call: LinearCall) -> int:
 
 
 def _goes_on(call: LinearCall, ds: Tensor | None, dz: Tensor | None) -> bool:
-    """Whether gradients come from the next implementation: states', logs', and those of sequences that are cut."""
-    return ds is not None or dz is not None or call.decay_grad or _segments(call) > 1
+    """Whether gradients come from the next implementation: of states, of wide heads' logs, of cut ones whose logs have none."""
+    if ds is not None or dz is not None:
+        return True
+    return not _leaves_terms(call) if call.decay_grad else _segments(call) > 1
+
+
+def _leaves_terms(call: LinearCall) -> bool:
+    """Whether walks leave what the gradient of the logs is made of."""
+    return width(call.q.shape[3], call.v.shape[3]) in TERMS
 
 
 def _kernels_refusal(call: LinearCall) -> str | None:
@@ -146,7 +155,7 @@ class Hopper(LinearBackend):
         cut = False
         if _segments(call) > 1:  # a branch, for tracers too
             cut = True
-        kind = call.decay is not None, call.decay is not None and call.decay.ndim == 1, cut
+        kind = call.decay is not None, call.decay is not None and call.decay.ndim == 1, cut, call.decay_grad
         return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize, *kind)
 
     def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -168,12 +177,13 @@ class Hopper(LinearBackend):
     def backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """dq, dk and dv; no state came in, so none has a gradient."""
+        """dq, dk, dv and the decay's gradient; no state came in, so none has one."""
         if _goes_on(call, ds, dz):
             return _beside(call).backward(call, dout, norm, ds, dz)
         from warploom.linear.hopper.run import backward as run
 
-        return *run(call, dout, norm), None, None, None
+        dq, dk, dv, ddecay = run(call, dout, norm, _segments(call))
+        return dq, dk, dv, None, None, ddecay
 
     def bind_backward(
         self, call: LinearCall, dout: Tensor, norm: Tensor | None, ds: Tensor | None, dz: Tensor | None
@@ -182,7 +192,7 @@ class Hopper(LinearBackend):
             return _beside(call).bind_backward(call, dout, norm, ds, dz)
         from warploom.linear.hopper.run import bind_backward as run
 
-        return run(call)
+        return run(call, _segments(call))
 
 
 BACKEND = Hopper()

@@ -25,5 +25,6 @@ def compile_walk(config: dict[str, Any], name: str, library: Path) -> dict[str, 
         factors[0] = rows(1, cute.sym_int64())
     before = [rows(5), rows(3)] if variant.cut else [None, None]
     logs = rows(3, cute.sym_int64()) if variant.sums_logs else None
-    arguments = [*tensors, *factors, *before, logs, Float32(1.0), stream()]
+    terms = [view(DTYPES[variant.dtype], 3), rows(4), rows(4)] if variant.terms else [None] * 3
+    arguments = [*tensors, *factors, *before, logs, *terms, Float32(1.0), stream()]
     return {**compile_kernel(Walk(variant), arguments, name, library), "shared": variant.shared_bytes}

@@ -11,8 +11,8 @@ COLUMNS = 64  # of c and out that a warpgroup owns, and of a TMA box
 _HERE = "linear/hopper"
 # What the compiled code is made from.
 SOURCES = (
-    *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_consumers", "walk_producer")),
-    f"{_HERE}/walk_sums.py",
+    *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer")),
+    *(f"{_HERE}/{file}.py" for file in ("walk_consumers", "walk_sums", "walk_terms")),
     *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "fields")),
     *(f"kernels/cute/{file}.py" for file in ("instructions", "rings", "tiles", "wgmma")),
     "runtime/compile.py",
@@ -37,6 +37,7 @@ class WalkConfig:
     fading: bool = False  # weights are sums of logs up to each token within its chunk, in log2, which all products fade by
     a_head: bool = False  # weights are one log a head, which all its tokens have, in place of sums
     cut: bool = False  # sequences are cut into segments, which begin from the segments' own states before them
+    terms: bool = False  # of one that fades also what the gradient of its logs is made of: see ``walk_terms``
     chunk: int = 64  # tokens of a step
     stages: int = 3  # of the rings of a and b
     c_stages: int = 2  # of the ring of c
@@ -45,13 +46,21 @@ class WalkConfig:
 
     @property
     def sums_logs(self) -> bool:
-        """Whether a kernel before the walk sums the logs; the reverse ones are given its sums, as segments' states are."""
-        return self.fading and not (self.a_head or self.reverse or self.cut)
+        """Whether a kernel before the walk sums the logs, as before the first of a pass; segments' come in sums.
+
+        A backward pass begins with the walk of keys' gradients where it leaves terms, else with that of queries'.
+        """
+        return self.fading and not (self.a_head or self.cut) and self.reverse == self.terms
 
     @property
     def weighs_rows(self) -> bool:
         """Whether weights multiply the rows of c."""
         return (self.weighted and self.reverse) or self.fading
+
+    @property
+    def meets(self) -> bool:
+        """Whether the scores' warpgroup sums pairs of tokens of a chunk for the gradient of the logs."""
+        return self.terms and not self.reverse
 
     @property
     def blocks(self) -> int:
@@ -63,7 +72,7 @@ class WalkConfig:
         """File name and symbol."""
         parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}x{self.c_stages}"]
         parts.append(f"c{self.cluster}g{self.groups}")
-        features = ("reverse", "weighted", "biased", "wide", "fading", "a_head", "cut")
+        features = ("reverse", "weighted", "biased", "wide", "fading", "a_head", "cut", "terms")
         parts += [feature for feature in features if getattr(self, feature)]
         return "linear_walk_sm90_" + "_".join(parts)
 
@@ -75,6 +84,12 @@ class WalkConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of the rings of a and b and of c, of a tile of scores, and of out on its way."""
-        inputs = self.chunk * (2 * self.stages * self.head_dim + self.c_stages * self.groups * COLUMNS)
-        return 2 * (inputs + self.chunk * (self.chunk + self.groups * COLUMNS))
+        """Shared memory of the rings of a and b, of c and of x, of a tile of scores, of out on its way, and of sums."""
+        boxes = self.c_stages + (self.stages if self.terms else 0)
+        inputs = self.chunk * (2 * self.stages * self.head_dim + boxes * self.groups * COLUMNS)
+        return 2 * (inputs + self.chunk * (self.chunk + self.groups * COLUMNS)) + 4 * self.sums
+
+    @property
+    def sums(self) -> int:
+        """Of ``terms``: numbers in shared memory on their way to a sum over warps."""
+        return self.chunk * (4 * self.groups + 2 * 5) if self.terms else 0

@@ -52,9 +52,35 @@ def bind_states(k: Tensor, v: Tensor, segments: int, chunk: int, log_stride: int
     return run
 
 
+def gradient_states(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, logs: Tensor, segments: int, chunk: int
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """What functions of `bind_states` return, for the walks of dq, dk and dv; arguments as there.
+
+    Rounded chunk by chunk, as the walks round what they add to a state.
+    """
+    batch, seqlen, heads, _ = k.shape
+    shape = batch, heads, segments, DIM, DIM
+    of_queries, of_keys, of_values = (torch.empty(shape, dtype=torch.float32, device=k.device) for _ in range(3))
+    until, since = of_keys.new_empty(2, batch, heads, segments)
+    each = -(-seqlen // (chunk * segments)) * chunk
+    steps = [s // _UNIT for t in (q, k, v, dout) for s in t.stride()[:3]]
+    a_head = logs.ndim == 1
+    launch = _gradient_launch(chunk, a_head, max(steps) < 2**31)
+    states = of_queries, of_keys, of_values, until, since
+    numbers = logs.stride(0 if a_head else 1), seqlen, heads, segments, each
+    launch((2 * batch * heads * segments, 1), q, k, v, dout, logs, *states, *steps, *numbers)
+    return [(of_queries, until), (of_keys, since), (of_values, since)]
+
+
 @cache
 def _launch(chunk: int, a_head: bool, direct: bool) -> Launch:
     return Launch(states_kernel, {"C": chunk, "A_HEAD": a_head, **_TILE}, direct=direct)
+
+
+@cache
+def _gradient_launch(chunk: int, a_head: bool, direct: bool) -> Launch:
+    return Launch(gradient_states_kernel, {"C": chunk, "A_HEAD": a_head, **_TILE}, direct=direct)
 
 
 @triton.jit(
@@ -116,3 +142,96 @@ def states_kernel(
     to = states_ptr + pid.to(tl.int64) * (DIM * DIM)
     tl.store(to + e[:, None] * DIM + e[None, :], s)
     tl.store(fades_ptr + pid, passed)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "logs_ptr", "of_queries_ptr", "of_keys_ptr", "of_values_ptr", "until_ptr", "since_ptr", "stride_qb", "stride_qs",
+        "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh", "stride_gb", "stride_gs",
+        "stride_gh", "stride_lh", "seqlen", "heads", "segments", "segment",
+    ]
+)  # fmt: skip
+def gradient_states_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    logs_ptr,
+    of_queries_ptr,
+    of_keys_ptr,
+    of_values_ptr,
+    until_ptr,
+    since_ptr,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_gb,
+    stride_gs,
+    stride_gh,
+    stride_lh,
+    seqlen,
+    heads,
+    segments,
+    segment,
+    C: tl.constexpr,
+    DIM: tl.constexpr,
+    A_HEAD: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A segment's own sum of k v, or from its end of q dO, faded and rounded step by step as the walks do it.
+
+    Sums are stored as walks have them: of dq and dk with keys' or queries' dims down, of dv with them across.
+    """
+    pid = tl.program_id(0)
+    places = tl.num_programs(0) // 2
+    reverse = pid >= places
+    pid = pid % places
+    row, place = pid // segments, pid % segments
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    first = place * segment
+    # Nothing begins from the last one's, in reverse from the first one's.
+    if reverse & (place == 0):
+        return
+    if (first + segment >= seqlen) & (not reverse):
+        return
+    n, e = tl.arange(0, C), tl.arange(0, DIM)
+    if reverse:
+        c_base, stride_c = q_ptr + (batch * stride_qb + head * stride_qh) * UNIT, stride_qs
+        b_base, stride_b = g_ptr + (batch * stride_gb + head * stride_gh) * UNIT, stride_gs
+    else:
+        c_base, stride_c = k_ptr + (batch * stride_kb + head * stride_kh) * UNIT, stride_ks
+        b_base, stride_b = v_ptr + (batch * stride_vb + head * stride_vh) * UNIT, stride_vs
+    logs = logs_ptr + (head if A_HEAD else row.to(tl.int64)) * stride_lh
+    if A_HEAD:
+        log = held(tl.load(logs)) * LOG2E
+    s = opaque_zeros(DIM, DIM)
+    passed = tl.zeros([], tl.float32)
+    for i in tl.range(0, segment // C, num_stages=STAGES):
+        t = first + tl.where(reverse, segment - (i + 1) * C, i * C)
+        tokens = (t + n).to(tl.int64)[:, None]
+        inside = tokens < seqlen
+        c = tl.load(c_base + tokens * (stride_c * UNIT) + e[None, :], mask=inside, other=0.0)
+        b = tl.load(b_base + tokens * (stride_b * UNIT) + e[None, :], mask=inside, other=0.0)
+        if A_HEAD:
+            sums, last = (n + 1).to(tl.float32) * log, C * log
+        else:
+            sums = tl.load(logs + tl.minimum(t + n, seqlen - 1))
+            last = tl.load(logs + tl.minimum(t + (C - 1), seqlen - 1))
+        c = (c.to(tl.float32) * exp2(tl.where(reverse, sums, last - sums))[:, None]).to(c.dtype)
+        s = tl.dot(tl.trans(b), c, s * exp2(last))
+        passed += last
+    to = pid.to(tl.int64) * (DIM * DIM)
+    down, across = to + e[:, None] * DIM + e[None, :], to + e[None, :] * DIM + e[:, None]
+    if reverse:
+        tl.store(of_keys_ptr + across, s)
+        tl.store(of_values_ptr + down, s)
+        tl.store(since_ptr + pid, passed)
+    else:
+        tl.store(of_queries_ptr + across, s)
+        tl.store(until_ptr + pid, passed)

@@ -19,6 +19,9 @@ TILES: dict[int, dict[str, Any]] = {
     256: {"stages": 3, "cluster": 2},
 }
 WIDTHS = tuple(TILES)
+# Of walks that leave what the gradient of logs is made of, whose blocks have all of a head's columns: a ring more. c has as
+# many stages as a, since scores wait for both.
+TERMS: dict[int, dict[str, Any]] = {64: {}, 128: {"stages": 3, "c_stages": 3}}
 # Of the larger head dim: with a denominator, without one, and with a decay; and of the smaller one. Below, Triton holds the
 # whole state. 8 × 16 heads of 2048 tokens on an H200: 128 dims 67 us, Triton 78; 64 dims 35 and 36, with a decay 35 and 44, as
 # it costs Triton's chain of products a passage of the keys through registers and shared memory, the walks nothing that waits.
@@ -75,19 +78,25 @@ def blocks(head_dim: int, head_dim_v: int) -> int:
 @cache
 def config(width: int, **features: bool) -> WalkConfig:
     """The variant of a tile, with features by the names that WalkConfig has for them."""
-    return replace(WalkConfig("bfloat16", width, width, **features), **TILES[width])
+    tile = {**TILES[width], **(TERMS[width] if features.get("terms") else {})}
+    return replace(WalkConfig("bfloat16", width, width, **features), **tile)
 
 
 @cache
 def configs(
-    width: int, normalize: bool, fading: bool = False, a_head: bool = False, cut: bool = False
+    width: int, normalize: bool, fading: bool = False, a_head: bool = False, cut: bool = False, logs: bool = False
 ) -> tuple[WalkConfig, ...]:
-    """All that a call may need: for out, dq, dk and dv; of one that is cut for out, as its gradients are another's."""
-    if cut:
+    """All that a call may need: for out, dq, dk and dv; of one that is cut for out, unless ``logs`` ask for a gradient.
+
+    Of such logs, where walks find it, the gradient too.
+    """
+    if cut and not logs:
         return (config(width, fading=fading, a_head=a_head, cut=True),)
     if not normalize:
-        kind = {"fading": fading, "a_head": a_head}
+        kind = {"fading": fading, "a_head": a_head, "cut": cut}
         forward, reverse = config(width, **kind), config(width, reverse=True, **kind)
+        if logs and width in TERMS:
+            return forward, config(width, **kind, terms=True), config(width, reverse=True, **kind, terms=True), reverse
         return forward, forward, reverse, reverse
     reverse = config(width, reverse=True, weighted=True)
     return config(width, weighted=True), config(width, wide=True), replace(reverse, biased=True), reverse
@@ -97,5 +106,6 @@ def named_set() -> list[WalkConfig]:
     """The variants that `warploom build` prepares: all there are."""
     kinds: list[tuple[bool, ...]] = [(False, False), (True, False), (False, True), (False, True, True)]
     taken = [(width, kind) for width, kind in product(WIDTHS, kinds) if width >= narrowest(*kind[:2])]
-    taken += [(WIDTHS[0], (False, True, a_head, True)) for a_head in (False, True)]
+    taken += [(WIDTHS[0], (False, True, a_head, True, True)) for a_head in (False, True)]
+    taken += [(width, (False, True, a_head, False, True)) for width in TERMS for a_head in (False, True)]
     return list(dict.fromkeys(v for width, kind in taken for v in configs(width, *kind)))

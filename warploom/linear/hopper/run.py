@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from warploom.linear.hopper.cut import bind_states
+from warploom.linear.hopper.cut import bind_states, gradient_states
+from warploom.linear.hopper.log_gradients import Terms, log_gradients
 from warploom.linear.hopper.plan import config, width
 from warploom.linear.hopper.rows import bind_sums, denominators, mapped, mapped_and_sums, queries_gradient, through
 from warploom.runtime import modules
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 # By q, k, v, two states that there are not, and decay; None where it does not take these addresses.
 Forward = Callable[..., tuple[Tensor, None, None, None] | None]
+_NO_TERMS = (None, None, None)  # of walks that leave none
 
 
 def forward(call: LinearCall, segments: int) -> tuple[Tensor, Tensor | None]:
@@ -49,8 +51,12 @@ def _forward(call: LinearCall, segments: int) -> Forward:
     """What launches the walk of a call without a denominator, and what comes before it."""
     like_out = like(call.v.shape, call.v.dtype, call.v.device)
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
-    function = _function(tile, **_fading(call), cut=segments > 1)
-    before = _before(call, segments, config(tile).chunk)
+    kind, chunk = _fading(call), config(tile).chunk
+    function, weigh = _function(tile, **kind, cut=segments > 1), _weigh(call, segments, chunk)
+    if segments > 1:
+        assert call.decay is not None
+        log_stride = call.decay.stride(0) if kind["a_head"] else call.k.shape[1]
+        own_states = bind_states(call.k, call.v, segments, chunk, log_stride, kind["a_head"])
 
     def run(
         q: Tensor, k: Tensor, v: Tensor, s: None, z: None, decay: Tensor | None, *others: None
@@ -59,53 +65,51 @@ def _forward(call: LinearCall, segments: int) -> Forward:
             return None
         out = torch.empty_like(like_out)
         with on_device(q):
-            function(q, k, v, out, *before(k, v, decay), scale)
+            weights, logs = weigh(decay)
+            before: tuple[Tensor | None, ...] = (None, None)
+            if segments > 1:
+                assert weights is not None
+                before = own_states(k, v, weights)
+            function(q, k, v, out, weights, None, *before, logs, *_NO_TERMS, scale)
         return out, None, None, None
 
     return run
 
 
-def _before(call: LinearCall, segments: int, chunk: int) -> Callable[..., tuple[Tensor | None, ...]]:
-    """What gives a walk over earlier tokens its weights, bias, segments' states and fades, and the logs that it sums."""
+def _weigh(call: LinearCall, segments: int, chunk: int) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
+    """What makes walks' weights of a decay, and the logs whose sums the first of them writes there."""
     decay = call.decay
-    if decay is None or (segments == 1 and decay.ndim == 1):
-        return lambda k, v, decay: (decay, None, None, None, None)
-    if segments == 1:
-        batch, seqlen, heads = decay.shape
-        sums = like((batch, heads, -(-seqlen // chunk) * chunk), decay.dtype, decay.device)
-        return lambda k, v, decay: (torch.empty_like(sums), None, None, None, decay)
-    if decay.ndim == 1:
-        own_states = bind_states(call.k, call.v, segments, chunk, decay.stride(0), True)
-        return lambda k, v, decay: (decay, None, *own_states(k, v, decay), None)
-    sum_logs = bind_sums(decay, chunk)
-    own_states = bind_states(call.k, call.v, segments, chunk, call.k.shape[1], False)
-
-    def run(k: Tensor, v: Tensor, decay: Tensor) -> tuple[Tensor | None, ...]:
-        sums = sum_logs(decay)
-        return sums, None, *own_states(k, v, sums), None
-
-    return run
+    if decay is None or decay.ndim == 1:
+        return lambda decay: (decay, None)
+    if segments > 1:
+        sum_logs = bind_sums(decay, chunk)
+        return lambda decay: (sum_logs(decay), None)
+    batch, seqlen, heads = decay.shape
+    sums = like((batch, heads, -(-seqlen // chunk) * chunk), decay.dtype, decay.device)
+    return lambda decay: (torch.empty_like(sums), decay)
 
 
-def backward(call: LinearCall, dout: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
+def backward(
+    call: LinearCall, dout: Tensor, norm: Tensor | None, segments: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and the decay's gradient where it asks for one; sequences are cut into so many segments."""
     q, k, v, dout = (aligned(t) for t in (call.q, call.k, call.v, dout))
     if norm is None:
-        return _backward(call)(dout, q, k, v, call.decay)
+        return _backward(call, segments)(dout, q, k, v, call.decay)
     with on_device(q):
         q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         weights = norm.contiguous().reciprocal()
         x = _walk(call, dout, v, k, wide=True)
         dq, bias = queries_gradient(q, k, sums, x, weights, call.scale, call.map_q)
         dk = _walk(call, v, dout, q, weights, bias, reverse=True)
-        return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True)
+        return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True), None
 
 
-def bind_backward(call: LinearCall) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
+def bind_backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
     """What launches further backward passes of this kind, without gradients of states; see `warploom.linear.backend`."""
     if call.normalize or not all(stepped(t) for t in (call.q, call.k, call.v)):
         return None
-    launch = _backward(call)
+    launch = _backward(call, segments)
 
     def run(
         dout: Tensor, norm: None, ds: None, dz: None, q: Tensor, k: Tensor, v: Tensor, s: None, z: None, decay: Tensor | None,
@@ -113,26 +117,49 @@ def bind_backward(call: LinearCall) -> Callable[..., tuple[Tensor | None, ...] |
     ) -> tuple[Tensor | None, ...] | None:  # fmt: skip
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return None
-        return *launch(aligned(dout), q, k, v, decay), None, None, None
+        dq, dk, dv, ddecay = launch(aligned(dout), q, k, v, decay)
+        return dq, dk, dv, None, None, ddecay
 
     return run
 
 
-def _backward(call: LinearCall) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """What launches the three walks of a call without a denominator by dout, q, k, v and decay; the first sums its logs."""
+def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """What launches the three walks of a call without a denominator, and all around them, by dout, q, k, v and decay."""
     likes = [like(t.shape, t.dtype, t.device) for t in (call.q, call.k, call.v)]
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
-    earlier, later = (_function(tile, **_fading(call), reverse=reverse) for reverse in (False, True))
-    before, nothing = _before(call, 1, config(tile).chunk), (None,) * 4
+    chunk = config(tile).chunk
+    kind = {**_fading(call), "cut": segments > 1}
+    asked = {**kind, "terms": call.decay_grad}
+    features = asked, {**asked, "reverse": True}, {**kind, "reverse": True}
+    functions = [_function(tile, **each) for each in features]
+    configs = [config(tile, **each) for each in features]
+    weigh = _weigh(call, segments, chunk)
+    # The first sums the logs. Behind that of keys each begins where the one before ended, whose tensors L2 still has a part of.
+    order = (0, 1, 2) if configs[0].sums_logs else (1, 0, 2)
 
-    def run(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def run(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         dq, dk, dv = (torch.empty_like(t) for t in likes)
+        ddecay = None
         with on_device(q):
-            weights, *others = before(k, v, decay)
-            earlier(dout, v, k, dq, weights, *others, scale)
-            later(v, dout, q, dk, weights, *nothing, scale)
-            later(k, q, dout, dv, weights, *nothing, scale)
-        return dq, dk, dv
+            weights, logs = weigh(decay)
+            before: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * 3
+            if segments > 1:
+                assert weights is not None
+                before = gradient_states(q, k, v, dout, weights, segments, chunk)
+            left: list[tuple[Tensor | None, ...]] = [_NO_TERMS] * 3
+            if call.decay_grad:
+                terms = [Terms.of(each, q) for each in configs[:2]]
+                left[:2] = (q, *terms[0]), (k, *terms[1])
+            tensors = (dout, v, k, dq), (v, dout, q, dk), (k, q, dout, dv)
+            for i in order:
+                functions[i](*tensors[i], weights, None, *before[i], logs, *left[i], scale)
+                logs = None
+            if call.decay_grad and decay is not None:
+                ddecay = log_gradients(terms[0], terms[1], decay.expand(k.shape[:3]), chunk, scale)
+                ddecay = ddecay.sum((0, 1)) if decay.ndim == 1 else ddecay
+        return dq, dk, dv, ddecay
 
     return run
 
@@ -160,7 +187,7 @@ def _walk(
     out = torch.empty(c.shape, dtype=torch.float32 if wide else c.dtype, device=c.device)
     tile = width(call.q.shape[3], call.v.shape[3])
     function = _function(tile, reverse=reverse, weighted=weights is not None, biased=bias is not None, wide=wide)
-    function(a, b, c, out, weights, bias, None, None, None, call.scale)
+    function(a, b, c, out, weights, bias, None, None, None, *_NO_TERMS, call.scale)
     return out
 
 

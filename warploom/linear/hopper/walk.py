@@ -51,6 +51,9 @@ class Walk(Producer, Consumers, Sums):
         states: cute.Tensor | None,  # (batch, heads, segments, head_dim_v, head_dim) fp32, of the tile: segments' own
         fades: cute.Tensor | None,  # (batch, heads, segments) fp32: sums of a segment's logs, in log2
         logs: cute.Tensor | None,  # (batch, seqlen, heads) fp32, whose sums are written into the weights first
+        x: cute.Tensor | None,  # as out, which is its gradient: see ``walk_terms``, as of the two behind it
+        dots: cute.Tensor | None,  # (groups, and one of pairs where not in reverse, batch, heads, seqlen) fp32
+        totals: cute.Tensor | None,  # (groups, batch, heads, chunks) fp32
         scale: Float32,
         stream: Any,
     ):
@@ -65,6 +68,11 @@ class Walk(Producer, Consumers, Sums):
         tma_a, a = tma_load(a, box, tile, multicast=config.cluster > 1)
         tma_b, b = tma_load(b, box, tile, multicast=config.cluster > 1)
         tma_c, c = tma_load(c, box, tile)
+        tma_x = None
+        if const_expr(config.terms):
+            assert x is not None
+            x = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0]))
+            tma_x, x = tma_load(x, box, tile)
         tma_out = None
         if const_expr(not config.wide):
             tma_out, out = tma_store(out, box, tile)
@@ -74,7 +82,8 @@ class Walk(Producer, Consumers, Sums):
         source, major = (IN_REGISTERS, BY_K) if const_expr(config.weighs_rows) else (IN_SHARED, BY_MN)
         update = product(self.dtype, (64, config.head_dim, 16), source, major, BY_MN)
         self.kernel(
-            a, b, c, out, weights, bias, states, fades, tma_a, tma_b, tma_c, tma_out, scores, inter, intra, update,
+            a, b, c, out, weights, bias, states, fades, x, dots, totals, tma_a, tma_b, tma_c, tma_x, tma_out,
+            scores, inter, intra, update,
             layout_ab, tile_layout(self.dtype, tile, config.stages * self.boxes, COLUMNS),
             tile_layout(self.dtype, tile, config.c_stages * config.groups, COLUMNS), box,
             tile_layout(self.dtype, tile, config.groups, COLUMNS), scale,
@@ -95,7 +104,10 @@ class Walk(Producer, Consumers, Sums):
                 readers = 4 * (1 + groups) * self.config.cluster  # warps
                 rings = (shared.a_full, shared.a_empty, readers), (shared.b_full, shared.b_empty, readers)
                 init_rings(self.config.stages, *rings)
-                init_rings(self.config.c_stages, (shared.c_full, shared.c_empty, 4 * groups))
+                init_rings(self.config.c_stages, (shared.c_full, shared.c_empty, 4 * (groups + self.config.meets)))
+                if const_expr(self.config.terms):
+                    for i in range(self.config.stages):
+                        cute.arch.mbarrier_init(shared.x_full + i, 1)
             cute.arch.mbarrier_init_fence()
         meet(self.config.cluster)
 
@@ -110,9 +122,13 @@ class Walk(Producer, Consumers, Sums):
         bias: cute.Tensor | None,
         states: cute.Tensor | None,
         fades: cute.Tensor | None,
+        x: cute.Tensor | None,
+        dots: cute.Tensor | None,
+        totals: cute.Tensor | None,
         tma_a: cute.CopyAtom,
         tma_b: cute.CopyAtom,
         tma_c: cute.CopyAtom,
+        tma_x: cute.CopyAtom | None,
         tma_out: cute.CopyAtom | None,
         mma_scores: cute.TiledMma,
         mma_inter: cute.TiledMma,
@@ -131,17 +147,31 @@ class Walk(Producer, Consumers, Sums):
         if warp == LOADER:
             for atom in (tma_a, tma_b, tma_c, *(() if const_expr(config.wide) else (tma_out,))):
                 cpasync.prefetch_descriptor(atom)
+            if const_expr(config.terms):
+                cpasync.prefetch_descriptor(tma_x)
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 4 * stages + 2 * config.c_stages]
+            barriers: cute.struct.MemRange[Int64, (5 if config.terms else 4) * stages + 2 * config.c_stages]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ab)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ab)], 1024]
             c: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_c)], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_p)], 1024]
             out: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_out)], 1024]
 
-        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        allocator = cutlass.utils.SmemAllocator()
+        storage = allocator.allocate(Storage)
+        boxes_x, x_start, x_whole, c_whole, sums = None, None, None, None, None
+        if const_expr(config.terms):
+
+            @cute.struct
+            class More:
+                x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ab)], 1024]
+                sums: cute.struct.Align[cute.struct.MemRange[Float32, config.sums], 16]
+
+            more = allocator.allocate(More)
+            boxes_x, x_whole, c_whole = placed(more.x, layout_boxes), placed(more.x, layout_ab), placed(storage.c, layout_ab)
+            x_start, sums = more.x.data_ptr(), more.sums.data_ptr().toint()
         barriers = Mbarriers(storage.barriers.data_ptr())
         shared = WalkShared(
             a_full=barriers.take(stages),
@@ -160,6 +190,12 @@ class Walk(Producer, Consumers, Sums):
             p_start=storage.p.data_ptr(),
             out=placed(storage.out, layout_out),
             out_start=storage.out.data_ptr(),
+            x_full=barriers.take(stages) if config.terms else None,
+            boxes_x=boxes_x,
+            x_start=x_start,
+            x=x_whole,
+            c_whole=c_whole,
+            sums=sums,
         )
         self.init_barriers(warp, shared)
 
@@ -191,12 +227,13 @@ class Walk(Producer, Consumers, Sums):
         if warp < 4:
             cute.arch.setmaxregister_decrease(loader_registers)
             if warp == LOADER:
-                self.load(given, a, b, c, tma_a, tma_b, tma_c)
+                self.load(given, a, b, c, x, tma_a, tma_b, tma_c, tma_x)
         elif warp < 4 + 4 * config.groups:
             cute.arch.setmaxregister_increase(state_registers)
             products = (mma_inter, mma_intra, mma_update)
-            self.play_state(given, warp // 4 - 1, out, tma_out, products, weights, bias, states, fades, scale)
+            terms = (dots, totals)
+            self.play_state(given, warp // 4 - 1, out, tma_out, products, weights, bias, states, fades, terms, scale)
         else:
             cute.arch.setmaxregister_decrease(score_registers)
-            self.play_scores(given, mma_scores, weights, bias)
+            self.play_scores(given, mma_scores, weights, bias, dots)
         meet(config.cluster)  # other blocks may still come to this one's barriers

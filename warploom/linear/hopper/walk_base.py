@@ -28,6 +28,14 @@ class WalkShared(Fields):
     p_start: Any
     out: Any  # (chunk, COLUMNS, group)
     out_start: Any
+    # Of ``terms``: the ring of x as TMA fills it, its address, and x and c as left and right operands. Who has read a chunk of
+    # a has read that of x.
+    x_full: Any
+    boxes_x: Any
+    x_start: Any
+    x: Any
+    c_whole: Any
+    sums: Any  # address
 
 
 class WalkPart(Fields):
@@ -57,4 +65,5 @@ class WalkBase:
 
     def chunk_at(self, t: Any, given: WalkPart) -> Any:
         """The chunk of step ``t``."""
-        return given.chunks - 1 - t if self.config.reverse else given.first + t
+        n = given.chunks - 1 - t if self.config.reverse else t
+        return given.first + n if self.config.cut or not self.config.reverse else n

@@ -16,7 +16,7 @@ from warploom.kernels.cute.rings import advance, release, release_everywhere
 from warploom.kernels.cute.tiles import tma_views, transposed
 from warploom.kernels.cute.wgmma import gemm, words
 from warploom.linear.hopper.config import COLUMNS
-from warploom.linear.hopper.walk_base import WalkBase
+from warploom.linear.hopper.walk_terms import Terms
 
 OUT_BARRIERS = 2  # OUT_FREE and OUT_WRITTEN, which the next warpgroup's follow
 SLICES = 4  # of 16 head dims of the state that are rounded together
@@ -31,7 +31,7 @@ def held(log):
     return Float32(LEAST) if log < LEAST else log
 
 
-class Consumers(WalkBase):
+class Consumers(Terms):
     """What the warpgroups run."""
 
     @property
@@ -42,7 +42,7 @@ class Consumers(WalkBase):
     # Scores
 
     @cute.jit
-    def play_scores(self, given, mma, weights, bias):
+    def play_scores(self, given, mma, weights, bias, dots):
         """The products a_i . b_j of each chunk, less the bias and times the weight of j, or faded; 0 where i does not see j."""
         shared, config = given.shared, self.config
         part = mma.get_slice(0)
@@ -51,6 +51,10 @@ class Consumers(WalkBase):
         left = mma.make_fragment_A(part.partition_A(shared.a))
         right = mma.make_fragment_B(part.partition_B(shared.b))
         acc = mma.make_fragment_C(part.partition_shape_C((config.chunk, config.chunk)))
+        if const_expr(config.meets):
+            met = mma.make_fragment_C(part.partition_shape_C((config.chunk, config.chunk)))
+            left_met = mma.make_fragment_A(part.partition_A(shared.x))
+            right_met = mma.make_fragment_B(part.partition_B(shared.c_whole))
         row, column = warp * 16 + lane // 4, lane % 4 * 2
         matrix = lane // 8
         line = warp * 16 + matrix % 2 * 8 + lane % 8
@@ -75,9 +79,15 @@ class Consumers(WalkBase):
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             gemm(mma, acc, left[None, None, None, stage], right[None, None, None, stage], False)
+            if const_expr(config.meets):
+                cute.arch.mbarrier_wait(shared.x_full + stage, phase)
+                cute.arch.mbarrier_wait(shared.c_full + stage, phase)
+                gemm(mma, met, left_met[None, None, None, stage], right_met[None, None, None, stage], False)
             warpgroup.wait_group(0)
             release_everywhere(shared.a_empty + stage, config.cluster)
             release_everywhere(shared.b_empty + stage, config.cluster)
+            if const_expr(config.meets):
+                release(shared.c_empty + stage)
             for i in cutlass.range_constexpr(config.chunk // 4):  # this thread's columns
                 place = i // 2 * 8 + i % 2
                 less = self.of_token(taken, place, lane) if const_expr(config.biased) else Float32(0.0)
@@ -91,6 +101,10 @@ class Consumers(WalkBase):
                         acc[at] = acc[at] * exp2(apart) if seen else 0.0
                     else:
                         acc[at] = (acc[at] - less) * times if seen else 0.0
+                    if const_expr(config.meets):
+                        met[at] = met[at] * acc[at] if key < here else 0.0
+            if const_expr(config.meets):
+                self.leave_pairs(given, met, t, lane, warp)
             wait(WalkBarrier.P_TAKEN, self.consumers)
             for i in cutlass.range_constexpr(config.chunk // 16):
                 target = shared.p_start + line * 64 + ((2 * i + matrix // 2) ^ lane % 8) * 8
@@ -98,13 +112,15 @@ class Consumers(WalkBase):
                 store_matrices(target, words)
             cute.arch.fence_view_async_shared()
             arrive(WalkBarrier.P_READY, self.consumers)
+            if const_expr(config.meets):
+                self.store_pairs(given, dots, t, lane, warp)
             stage, phase = advance(stage, phase, config.stages)
         wait(WalkBarrier.P_TAKEN, self.consumers)
 
     # The state
 
     @cute.jit
-    def play_state(self, given, group, out, tma_out, products, weights, bias, states, fades, scale):
+    def play_state(self, given, group, out, tma_out, products, weights, bias, states, fades, terms, scale):
         """out of each chunk, and the state after it, of the columns of warpgroup ``group``."""
         shared, config = given.shared, self.config
         mma_inter, mma_intra, mma_update = products
@@ -120,8 +136,9 @@ class Consumers(WalkBase):
         keys = mma_update.make_fragment_B(update.partition_B(b_turned))
         state = mma_update.make_fragment_C(update.partition_shape_C((COLUMNS, config.head_dim)))
         acc = mma_intra.make_fragment_C(intra.partition_shape_C((COLUMNS, config.chunk)))
-        operand = mma_inter.make_fragment_A(inter.partition_shape_A((COLUMNS, config.head_dim)))
-        state_words = words(operand)
+        operands = [
+            mma_inter.make_fragment_A(inter.partition_shape_A((COLUMNS, config.head_dim))) for _ in range(1 + config.terms)
+        ]
         column = (given.block + group) * COLUMNS + warp * 16 + lane // 4  # of out, and that + 8
         matrix = lane // 8
         # Where this lane's row of the first four 8 x 8 tiles of this warp lies, in c and in out: tokens down, columns across.
@@ -158,9 +175,10 @@ class Consumers(WalkBase):
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, n * config.chunk + lane)
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
-            self.gemm_inter(mma_inter, acc, state, operand, state_words, queries[None, None, None, stage])
+            self.gemm_inter(mma_inter, acc, state, operands, queries[None, None, None, stage])
             if const_expr(config.fading):
-                weight = self.fade(acc, state, weight, lane)
+                x_tile = tiles + stage * (config.groups * config.chunk * COLUMNS)
+                weight, dots = self.fade(given, acc, state, weight, (x_tile, stage, phase), lane)
             cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
             left = values[None, None, None, c_stage * config.groups + group]
             wait(WalkBarrier.P_READY, self.consumers)
@@ -174,6 +192,8 @@ class Consumers(WalkBase):
                 left = weighed
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             gemm(mma_update, state, left, keys[None, None, None, stage], True)
+            if const_expr(config.terms):
+                self.leave_dots(given, dots, group, lane, warp)
             warpgroup.wait_group(1)
             arrive(WalkBarrier.P_TAKEN, self.consumers)
             release_everywhere(shared.a_empty + stage, config.cluster)
@@ -181,7 +201,7 @@ class Consumers(WalkBase):
             if const_expr(config.wide):
                 self.store_wide(acc, rows, n * config.chunk + lane % 4 * 2, column)
             else:
-                self.store(acc, target, store_out, warp, group, n)
+                self.store(given, acc, target, store_out, terms, warp, group, n)
             warpgroup.wait_group(0)
             release_everywhere(shared.b_empty + stage, config.cluster)
             release(shared.c_empty + c_stage)
@@ -193,17 +213,21 @@ class Consumers(WalkBase):
 
     @cute.jit
     def state_before(self, given, state, states, fades, column, lane):
-        """What the segments before leave: each one's own state, faded by the segments behind it."""
+        """What the segments before leave, in reverse those behind: each one's own state, faded by those up to this one."""
         own, line = states[given.batch, given.head, None, None, None], fades[given.batch, given.head, None]
         loaded = cute.make_rmem_tensor((cute.size(state), AT_ONCE), Float32)
-        for s in cutlass.range(0, given.segment, AT_ONCE, unroll=1):
+        last = states.shape[2] - 1
+        count = last - given.segment if const_expr(self.config.reverse) else given.segment
+        for s in cutlass.range(0, count, AT_ONCE, unroll=1):
             for j in cutlass.range_constexpr(AT_ONCE):
-                at = cutlass.min(s + j, given.segment - 1)
+                at = cutlass.min(s + j, count - 1)
+                if const_expr(self.config.reverse):
+                    at = last - at
                 for i in cutlass.range_constexpr(cute.size(state)):
                     loaded[i, j] = own[at, column + i // 2 % 2 * 8, i // 4 * 8 + lane % 4 * 2 + i % 2]
             for j in cutlass.range_constexpr(AT_ONCE):
-                if s + j < given.segment:
-                    kept = exp2(line[s + j])
+                if s + j < count:
+                    kept = exp2(line[last - (s + j) if const_expr(self.config.reverse) else s + j])
                     for i in cutlass.range_constexpr(cute.size(state)):
                         state[i] = state[i] * kept + loaded[i, j]
 
@@ -225,25 +249,36 @@ class Consumers(WalkBase):
                         sums[r] = sums[r] + values[0] * less[0] + values[1] * less[1]
 
     @cute.jit
-    def gemm_inter(self, mma, acc, state, operand, words, queries):
-        """Issue out = state · a of the chunk, the state rounded part by part: there is no room for all of it at once."""
+    def gemm_inter(self, mma, acc, state, operands, queries):
+        """Issue out = state · a of the chunk, the state rounded part by part: there is no room for all of it at once.
+
+        With a second operand also what rounding took of it, in parts of half the length.
+        """
         atom = cute.make_mma_atom(mma.op)
-        slices = cute.size(queries, mode=[2])
-        for part in cutlass.range_constexpr(slices // SLICES):
+        slices, each = cute.size(queries, mode=[2]), SLICES // len(operands)
+        taken = [words(operand) for operand in operands]
+        for part in cutlass.range_constexpr(slices // each):
             if const_expr(part > 0):
                 warpgroup.wait_group(1)  # for the part before the last one, whose registers the next takes
-            for i in cutlass.range_constexpr(part * SLICES * 4, (part + 1) * SLICES * 4):
-                words[i] = pack16(state[2 * i], state[2 * i + 1], self.dtype)
+            for i in cutlass.range_constexpr(part * each * 4, (part + 1) * each * 4):
+                taken[0][i] = pack16(state[2 * i], state[2 * i + 1], self.dtype)
+                if const_expr(len(operands) > 1):
+                    left = [state[2 * i + e] - from_bfloat16(taken[0][i], e) for e in range(2)]
+                    taken[1][i] = pack16(*left, self.dtype)
             warpgroup.fence()
-            for i in cutlass.range_constexpr(part * SLICES, (part + 1) * SLICES):
-                atom.set(warpgroup.Field.ACCUMULATE, i > 0)
-                cute.gemm(atom, acc, operand[None, None, i], queries[None, None, i], acc)
-            if const_expr((part + 1) * SLICES < slices):
+            for i in cutlass.range_constexpr(part * each, (part + 1) * each):
+                for n in cutlass.range_constexpr(len(operands)):
+                    atom.set(warpgroup.Field.ACCUMULATE, n > 0 or i > 0)
+                    cute.gemm(atom, acc, operands[n][None, None, i], queries[None, None, i], acc)
+            if const_expr((part + 1) * each < slices):
                 warpgroup.commit_group()
 
     @cute.jit
-    def fade(self, acc, state, logs, lane):
-        """Fade the state over a chunk, and what the chunk's tokens take of it; weights of the rows of c, a pair a lane."""
+    def fade(self, given, acc, state, logs, x_place, lane):
+        """Fade the state over a chunk, and what the chunk's tokens take of it.
+
+        Returns weights of the rows of c, a pair a lane, and of ``terms`` this thread's part of x . out.
+        """
         warpgroup.commit_group()
         last = cute.arch.shuffle_sync(logs[1], 31)
         since, until = [exp2(x) for x in logs], [exp2(last - x) for x in logs]
@@ -252,12 +287,17 @@ class Consumers(WalkBase):
             state[i] = state[i] * kept
         taken, weights = (until, since) if const_expr(self.config.reverse) else (since, until)
         factors = [self.of_token(taken, i // 2 * 8 + i % 2, lane) for i in range(self.config.chunk // 4)]
+        dots = None
+        if const_expr(self.config.terms):
+            x_words = self.weigh_x(given, factors, x_place, lane)
         warpgroup.wait_group(0)
+        if const_expr(self.config.terms):
+            dots = self.dots(acc, x_words, lane)
         for i in cutlass.range_constexpr(self.config.chunk // 4):
             for r in cutlass.range_constexpr(2):
                 at = i // 2 * 4 + r * 2 + i % 2
                 acc[at] = acc[at] * factors[i]
-        return weights
+        return weights, dots
 
     @cute.jit
     def finish(self, acc, weight, before, scale, lane):
@@ -274,11 +314,13 @@ class Consumers(WalkBase):
                 acc[at] = value * factor
 
     @cute.jit
-    def store(self, acc, target, tma, warp, group, n):
+    def store(self, given, acc, target, tma, terms, warp, group, n):
         """out of a chunk, turned into rows of tokens, by way of shared memory; TMA leaves out what is past its end."""
         if warp == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         wait(WalkBarrier.OUT_FREE, WARPGROUP, OUT_BARRIERS * group)
+        if const_expr(self.config.terms):
+            self.store_dots(given, terms, group, warp, n)
         for i in cutlass.range_constexpr(self.config.chunk // 16):
             words = [pack16(acc[8 * i + 2 * m], acc[8 * i + 2 * m + 1], self.dtype) for m in range(4)]
             store_matrices(target + i * (16 * 64), words, transposed=True)

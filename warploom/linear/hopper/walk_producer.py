@@ -16,13 +16,16 @@ class Producer(WalkBase):
     """The loader warp."""
 
     @cute.jit
-    def load(self, given, a, b, c, tma_a, tma_b, tma_c):
-        """This block's boxes of each chunk of a and b, for all blocks of the cluster, and its columns of c."""
+    def load(self, given, a, b, c, x, tma_a, tma_b, tma_c, tma_x):
+        """This block's boxes of each chunk of a and b, for all blocks of the cluster, and its columns of c and x."""
         shared, config = given.shared, self.config
         tile = (config.chunk, COLUMNS)
         ga, gb, gc = (cute.local_tile(t[None, None, given.head, given.batch], tile, (None, None)) for t in (a, b, c))
         load_a, load_b = tma_views(tma_a, shared.boxes_a, ga), tma_views(tma_b, shared.boxes_b, gb)
         load_c = tma_views(tma_c, shared.c, gc)
+        if const_expr(config.terms):
+            gx = cute.local_tile(x[None, None, given.head, given.batch], tile, (None, None))
+            load_x = tma_views(tma_x, shared.boxes_x, gx)
         stage, phase = Int32(0), Int32(1)
         c_stage, c_phase = Int32(0), Int32(1)
         size = 2 * config.chunk * config.head_dim
@@ -39,5 +42,9 @@ class Producer(WalkBase):
             expect(shared.c_full + c_stage, 2 * config.groups * config.chunk * COLUMNS)
             for i in cutlass.range_constexpr(config.groups):
                 load_tile(load_c, (n, given.block + i), c_stage * config.groups + i, shared.c_full, c_stage)
+            if const_expr(config.terms):
+                expect(shared.x_full + stage, 2 * config.groups * config.chunk * COLUMNS)
+                for i in cutlass.range_constexpr(config.groups):
+                    load_tile(load_x, (n, given.block + i), stage * config.groups + i, shared.x_full, stage)
             stage, phase = advance(stage, phase, config.stages)
             c_stage, c_phase = advance(c_stage, c_phase, config.c_stages)
