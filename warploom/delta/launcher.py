@@ -66,8 +66,9 @@ def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, record
     backend = cast(DeltaBackend, dispatch.find(chosen, "delta"))
     packed, wide = given[0].ndim == 3, call.accumulator
     narrow = [t.dtype for t in given[3:5] if t is not None and t.dtype != wide]
-    converts = any(not backend.reads(dtype) for dtype in narrow)
-    as_given = bool(narrow) and not converts  # for the forward pass; the backward one converts
+    # Calls that are recorded convert: a checked one keeps what is converted, and checkpoints may run it again by its launcher.
+    converts = bool(narrow) and (records or not all(map(backend.reads, narrow)))
+    as_given = bool(narrow) and not converts
     if as_given:
         beta, decay = given[3:5] if not packed else [t if t is None else t.unsqueeze(0) for t in given[3:5]]
         call = replace(call, beta=cast(Tensor, beta), decay=decay)
@@ -82,7 +83,7 @@ def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, record
     ) -> tuple[object, ...]:
         if q.ndim == 3:
             q, k, v, beta, decay = _batch_of_one(q, k, v, beta, decay)
-        if as_given:
+        if as_given:  # where the backend does not take these addresses
             beta, decay = _converted(beta, decay, wide)
         return (q, k, v, beta, decay, *numbers, state, *where, *options)
 
@@ -91,17 +92,7 @@ def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, record
         return found if found is None or found[1] is not None else (found[0], torch.empty_like(nothing))
 
     def bind_backward(flat: tuple[object, ...], dout: Tensor, dstate: Tensor | None) -> Callable[..., Any] | None:
-        bound = backend.bind_backward(DeltaCall(*flat[:-2]), dout, dstate)  # type: ignore[arg-type]
-        if bound is None or not as_given:
-            return bound
-
-        def launch(
-            dout: Tensor, dstate: Tensor | None, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None,
-            *others: Tensor | None,
-        ) -> Any:  # fmt: skip
-            return bound(dout, dstate, q, k, v, *_converted(beta, decay, wide), *others)
-
-        return launch
+        return backend.bind_backward(DeltaCall(*flat[:-2]), dout, dstate)  # type: ignore[arg-type]
 
     constant = delta_op.constant(options)
     launcher = kept.Launcher(delta_op, flat, filled if records else forward, bind_backward, constant)

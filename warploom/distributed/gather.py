@@ -236,7 +236,7 @@ def _joined(exchange: Exchange, keys: Keys) -> Keys:
 
 
 def _keeps(call: Call, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether what ``Exchanging`` finds stays for the backward pass, the same on every rank."""
+    """Whether what ``Exchanging`` finds stays for the backward pass, the same on every rank that will have one."""
     return call.group is not None and call.run.backward and few(call.sharded, q, k, v)
 
 

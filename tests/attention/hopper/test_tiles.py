@@ -64,3 +64,13 @@ def test_a_warpgroup_s_rows_where_each_goes_by_its_own(
     """Under a band each does, under a column mask three do; then explain() and rho count 64 rows."""
     monkeypatch.setattr(hopper.modules, "cannot_come", lambda spec: None)
     assert told(dim, **call) == (computed, loaded)
+
+
+@pytest.mark.parametrize(("call", "computed"), [({"causal": True}, 64), ({"mask": TREE}, 192), ({}, 192)])
+def test_fp8_goes_by_a_warpgroup_s_rows_under_a_band(call: dict[str, Any], computed: int) -> None:
+    """Its consumers are those of 16-bit calls; under a column mask they go together."""
+    q = torch.empty(1, 4096, 2, 128, dtype=torch.bfloat16)
+    args = dense_args(q, q, q, **call)
+    args = args._replace(**{name: getattr(args, name).to(torch.float8_e4m3fn) for name in "qkv"})
+    assert hopper.BACKEND.tiles(args)[0] == (computed, 128)
+    assert hopper.BACKEND.loaded_tile(args) == (192, 128)

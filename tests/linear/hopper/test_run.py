@@ -5,9 +5,11 @@ The passes over rows around it are in Python too; `tests/linear/interpreted/test
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -311,6 +313,19 @@ def test_bound(decay: str | None, grad: bool, monkeypatch: pytest.MonkeyPatch) -
         assert all(torch.equal(a, b) for a, b in zip(found[:3], want[:3], strict=True)) and found[3:5] == none[:2]
         assert torch.equal(found[5], want[5]) if grad else found[5] is None
     assert bound(dout, *none, off, *tensors[1:]) is None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_is_kept_holds_no_tensors(grad: bool) -> None:
+    call, dout, *_ = Case(random.randrange(2**31), rows=70, e=72, m=72, decay="token", **PLAIN).call()
+    call = replace(call, decay_grad=grad)
+    kept = hopper.BACKEND.bind(call, False), hopper.BACKEND.bind_backward(call, dout, None, None, None)
+    assert None not in kept
+    assert call.decay is not None
+    held = [weakref.ref(t) for t in (call.q, call.k, call.v, call.decay)]
+    del call, dout, _
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 4
 
 
 MAPS = [("identity", "identity"), ("elu+1", "elu+1"), ("relu", "elu+1"), ("elu+1", "identity")]

@@ -12,8 +12,8 @@ from warploom.linear.hopper.log_gradients import Terms, log_gradients
 from warploom.linear.hopper.plan import TERMS, config
 
 CHUNK = 64
-# Tokens, heads and batch: ends within a chunk and at one, within the chunks of a program and past those of two.
-SHAPES = [(1, 1, 1), (150, 3, 2), (8 * CHUNK, 2, 2), (17 * CHUNK + 5, 2, 1)]
+# Tokens, heads and batch: ends within a chunk and at one, heads of two programs, more later chunks than are added at a time.
+SHAPES = [(1, 1, 1), (150, 3, 2), (8 * CHUNK, 5, 2), (131 * CHUNK + 5, 1, 1)]
 
 
 @pytest.mark.parametrize("width", TERMS)

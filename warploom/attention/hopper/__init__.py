@@ -203,19 +203,18 @@ class Hopper(Beside):
         return settled(args)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
-        """Those that are computed; of FP8 numbers warpgroups go together."""
-        (queries, keys), variant = self._loaded(args)
-        return (queries if variant is None else walked(variant), keys), keys
+        """Those that are computed."""
+        variant = self._runs(args)
+        return (walked(variant), variant.tile_n), variant.tile_n
 
     def loaded_tile(self, args: AttentionArgs) -> tuple[int, int]:
-        return self._loaded(args)[0]
+        variant = self._runs(args)
+        return variant.queries, variant.tile_n
 
-    def _loaded(self, args: AttentionArgs) -> tuple[tuple[int, int], ForwardConfig | None]:
-        """Queries that keys are loaded for together × these keys, and the variant, unless it is one of FP8."""
-        variant = _variant(as_packed(AttentionProblem.from_args(args, False)))
-        if args.q.dtype.itemsize == 1:
-            return (variant.tile_m, variant.tile_n), None
-        return (variant.queries, variant.tile_n), variant
+    @staticmethod
+    def _runs(args: AttentionArgs) -> ForwardConfig:
+        """The variant of the call's forward pass."""
+        return _variant(as_packed(AttentionProblem.from_args(args, False)))
 
     def packs(self, problem: AttentionProblem) -> bool:
         """Documents in a row."""

@@ -39,14 +39,14 @@ def log_gradients(queries: Terms, keys: Terms, decay: Tensor, chunk: int, scale:
     batch, seqlen, heads = decay.shape
     found = torch.empty(batch, seqlen, heads, dtype=torch.float32, device=decay.device)
     programs = batch * -(-seqlen // chunk) * -(-heads // _TILE["HEADS"])
-    launch = _launch(chunk, keys.dots.shape[0])
+    launch = _launch(chunk, keys.dots.shape[0], max(decay.stride()) < 2**31)
     launch((programs, 1), *queries, *keys, decay, found, *decay.stride(), seqlen, heads, batch, scale)
     return found
 
 
 @cache
-def _launch(chunk: int, groups: int) -> Launch:
-    return Launch(log_gradients_kernel, {"C": chunk, "GROUPS": groups, **_TILE}, direct=True)
+def _launch(chunk: int, groups: int, direct: bool) -> Launch:
+    return Launch(log_gradients_kernel, {"C": chunk, "GROUPS": groups, **_TILE}, direct=direct)
 
 
 @triton.jit

@@ -127,9 +127,9 @@ def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Te
     """What launches the three walks of a call without a denominator, and all around them, by dout, q, k, v and decay."""
     likes = [like(t.shape, t.dtype, t.device) for t in (call.q, call.k, call.v)]
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
-    chunk = config(tile).chunk
+    chunk, decay_grad = config(tile).chunk, call.decay_grad
     kind = {**_fading(call), "cut": segments > 1}
-    asked = {**kind, "terms": call.decay_grad}
+    asked = {**kind, "terms": decay_grad}
     features = asked, {**asked, "reverse": True}, {**kind, "reverse": True}
     functions = [_function(tile, **each) for each in features]
     configs = [config(tile, **each) for each in features]
@@ -149,14 +149,14 @@ def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Te
                 assert weights is not None
                 before = gradient_states(q, k, v, dout, weights, segments, chunk)
             left: list[tuple[Tensor | None, ...]] = [_NO_TERMS] * 3
-            if call.decay_grad:
+            if decay_grad:
                 terms = [Terms.of(each, q) for each in configs[:2]]
                 left[:2] = (q, *terms[0]), (k, *terms[1])
             tensors = (dout, v, k, dq), (v, dout, q, dk), (k, q, dout, dv)
             for i in order:
                 functions[i](*tensors[i], weights, None, *before[i], logs, *left[i], scale)
                 logs = None
-            if call.decay_grad and decay is not None:
+            if decay_grad and decay is not None:
                 ddecay = log_gradients(terms[0], terms[1], decay.expand(k.shape[:3]), chunk, scale)
                 ddecay = ddecay.sum((0, 1)) if decay.ndim == 1 else ddecay
         return dq, dk, dv, ddecay
