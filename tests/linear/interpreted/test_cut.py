@@ -33,7 +33,7 @@ def drawn(kind: str, seqlen: int, count: int) -> tuple[list[Tensor], Tensor, Ten
     if kind == "head":
         one = decay[0, 0]
         return found, one.expand(decay.shape), one.repeat_interleave(2)[::2]
-    return found, decay, rows.sums_of_logs(decay, CHUNK)
+    return found, decay, rows.bind_sums(decay, CHUNK)(decay)
 
 
 @pytest.mark.parametrize("kind", ["head", "token", "token that forgets"])

@@ -88,4 +88,4 @@ def test_sums_of_logs(constant: bool) -> None:
     logs[0, 3, 1] = -torch.inf
     logs = logs[0, 5].expand(2, 70, 19) if constant else logs
     want = torch.cat([t.double().clamp_min(-128.0).cumsum(1) for t in logs.split(32, 1)], 1) / torch.tensor(2.0).double().log()
-    torch.testing.assert_close(rows.sums_of_logs(logs, 32), want.transpose(1, 2).float(), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(rows.bind_sums(logs, 32)(logs), want.transpose(1, 2).float(), rtol=1e-6, atol=0.0)

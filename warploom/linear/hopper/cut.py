@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -30,7 +31,7 @@ def bind_states(k: Tensor, v: Tensor, segments: int, chunk: int, log_stride: int
 
     Args:
         k, v: (batch, seqlen, heads, DIM) in bfloat16, strides multiples of 16 bytes, as further ones are.
-        log_stride: of the heads of logs: sums of `rows.sums_of_logs`, or of ``a_head`` one log a head, (heads,).
+        log_stride: of the heads of logs: sums of `rows.bind_sums`, or of ``a_head`` one log a head, (heads,).
 
     Returns:
         A function of k, v and logs that returns (batch, heads, segments, DIM, DIM), values down and keys across, and
@@ -38,9 +39,8 @@ def bind_states(k: Tensor, v: Tensor, segments: int, chunk: int, log_stride: int
     """
     batch, seqlen, heads, _ = k.shape
     likes = [like((batch, heads, segments, *dims), torch.float32, k.device) for dims in ((DIM, DIM), ())]
-    steps = [s // _UNIT for t in (k, v) for s in t.stride()[:3]]
-    each = -(-seqlen // (chunk * segments)) * chunk
-    launch = _launch(chunk, a_head, max(steps) < 2**31).kept(
+    steps, each = _steps(k, v), _tokens(seqlen, segments, chunk)
+    launch = _launch(states_kernel, chunk, a_head, max(steps) < 2**31).kept(
         (batch * heads * segments, 1), (*steps, log_stride, seqlen, heads, segments, each)
     )
 
@@ -63,24 +63,28 @@ def gradient_states(
     shape = batch, heads, segments, DIM, DIM
     of_queries, of_keys, of_values = (torch.empty(shape, dtype=torch.float32, device=k.device) for _ in range(3))
     until, since = of_keys.new_empty(2, batch, heads, segments)
-    each = -(-seqlen // (chunk * segments)) * chunk
-    steps = [s // _UNIT for t in (q, k, v, dout) for s in t.stride()[:3]]
+    steps, each = _steps(q, k, v, dout), _tokens(seqlen, segments, chunk)
     a_head = logs.ndim == 1
-    launch = _gradient_launch(chunk, a_head, max(steps) < 2**31)
+    launch = _launch(gradient_states_kernel, chunk, a_head, max(steps) < 2**31)
     states = of_queries, of_keys, of_values, until, since
     numbers = logs.stride(0 if a_head else 1), seqlen, heads, segments, each
     launch((2 * batch * heads * segments, 1), q, k, v, dout, logs, *states, *steps, *numbers)
     return [(of_queries, until), (of_keys, since), (of_values, since)]
 
 
-@cache
-def _launch(chunk: int, a_head: bool, direct: bool) -> Launch:
-    return Launch(states_kernel, {"C": chunk, "A_HEAD": a_head, **_TILE}, direct=direct)
+def _steps(*tensors: Tensor) -> list[int]:
+    """Strides of batch, tokens and heads in units."""
+    return [s // _UNIT for t in tensors for s in t.stride()[:3]]
+
+
+def _tokens(seqlen: int, segments: int, chunk: int) -> int:
+    """Tokens of a segment, whole chunks."""
+    return -(-seqlen // (chunk * segments)) * chunk
 
 
 @cache
-def _gradient_launch(chunk: int, a_head: bool, direct: bool) -> Launch:
-    return Launch(gradient_states_kernel, {"C": chunk, "A_HEAD": a_head, **_TILE}, direct=direct)
+def _launch(kernel: Any, chunk: int, a_head: bool, direct: bool) -> Launch:
+    return Launch(kernel, {"C": chunk, "A_HEAD": a_head, **_TILE}, direct=direct)
 
 
 @triton.jit(

@@ -56,13 +56,11 @@ def queries_gradient(
     return dq, bias
 
 
-def sums_of_logs(logs: Tensor, chunk: int) -> Tensor:
-    """Sums of logs (batch, seqlen, heads) up to each row within its chunk, in log2: (batch, heads, seqlen) in fp32."""
-    return bind_sums(logs, chunk)(logs)
-
-
 def bind_sums(logs: Tensor, chunk: int) -> Callable[[Tensor], Tensor]:
-    """The same of further logs of this shape and these strides."""
+    """What launches sums of logs of this shape and these strides up to each row within its chunk.
+
+    It takes logs (batch, seqlen, heads) and returns their sums in log2, (batch, heads, seqlen) in fp32.
+    """
     batch, seqlen, heads = logs.shape
     like_sums = like((batch, heads, seqlen), torch.float32, logs.device)
     chunks = -(-seqlen // chunk)
