@@ -70,8 +70,8 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
         softcap: Float32,
         left: Int32,
         right: Int32,
-        pair_heads: Int32,
-        split: Int32,
+        pair_heads: Int32,  # under a column mask the heads of a section
+        split: Int32,  # tiles; under a column mask the ``last`` of ``masked_tile``
         blocks: Int32,
         stream: Any,
     ):

@@ -32,11 +32,12 @@ class Lists(ForwardBase):
 
     @cute.jit
     def claim(self, shared, counter, phase):
-        """The number of the next query tile, as late as its lists are found in time.
+        """The number of the next query tile; where ``claims_late``, as late as its lists are found in time.
 
         A block that claims tiles ahead keeps them from others, which have nothing left to do before it ends.
         """
-        cute.arch.mbarrier_wait(shared.tile_wanted, phase)
+        if const_expr(self.claims_late):
+            cute.arch.mbarrier_wait(shared.tile_wanted, phase)
         index = Int32(0)
         if cute.arch.lane_idx() == 0:
             index = cute.arch.atomic_add(counter.iterator, Int32(1))

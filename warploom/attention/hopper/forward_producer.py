@@ -90,14 +90,8 @@ class Producer(Lists):
         stage, phase, wanted = Int32(0), Int32(1), Int32(1)
         base, before, head = Int32(0), Int32(0), Int32(0)  # sequences of the lanes start at base, their tiles at before
         while head >= 0:
-            index = Int32(0)
-            if const_expr(self.claims_late):
-                index = self.claim(shared, counter, wanted)
-                wanted ^= 1
-            else:
-                if lane == 0:
-                    index = cute.arch.atomic_add(counter.iterator, Int32(1))
-                index = cute.arch.shuffle_sync(index, 0)
+            index = self.claim(shared, counter, wanted)
+            wanted ^= 1
             start, length, tiles, through = self.lane_tiles(base + lane, cu_q, sequences, total_q, heads_q)
             while before + cute.arch.shuffle_sync(through, 31) <= index and base <= sequences:
                 before += cute.arch.shuffle_sync(through, 31)

@@ -24,7 +24,7 @@ class Fp8Producer(ColumnProducer):
 
     @property
     def claims_late(self) -> bool:
-        """``load_fp8`` does not."""
+        """Under a column mask, by ``load_lists``; ``load_fp8`` does not."""
         return self.config.columns
 
     @cute.jit
