@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.fp8_case import QuantizeCase, by_kernel, check
+from warploom.kernels.triton import fp8_launch
 from warploom.kernels.triton.fp8 import e4m3_bits
 
 LENGTHS = (0, 1, 13, 0, 130), (130, 0, 7, 2, 61)
@@ -25,6 +26,15 @@ def drawing() -> int:
 )
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
     check(QuantizeCase(drawing(), *dims, batch=1, dtype=dtype))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{"bad": True}, {"scale": 1e-32, "rows": (7, 16)}, {"strides": "heads first"}], ids=str)
+def test_dense_tiles_in_a_loop(dim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tiles than programs, whose last ones have rows of no token."""
+    monkeypatch.setattr(fp8_launch, "_launch", None)
+    options = {"rows": (130, 290), **options}
+    check(QuantizeCase(drawing(), dim, dim, dtype=torch.bfloat16, **options))
 
 
 @pytest.mark.parametrize("granularity,rotation", [("block", -3), ("head", None), ("tensor", 2)])

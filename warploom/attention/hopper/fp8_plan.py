@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -83,9 +83,13 @@ def fp8_config(features: Features, out: torch.dtype, fast: bool = False) -> Fp8F
 
 
 def fp8_set() -> list[Fp8ForwardConfig]:
-    """The variants that `warploom build` prepares, in bf16: full, causal and windows, dense and packed, of usual head dims."""
+    """The variants that `warploom build` prepares, in bf16, of usual head dims.
+
+    Full, causal and windows, dense, packed or under a column mask.
+    """
     e4m3 = torch.float8_e4m3fn
+    extras: tuple[dict[str, Any], ...] = ({}, {"varlen": True}, {"columns": True})
     return [
-        fp8_config(Features(e4m3, dim, dim, varlen=varlen, **band), torch.bfloat16)
-        for dim, varlen, band in product((64, 128, 256), (False, True), BANDS)
+        fp8_config(Features(e4m3, dim, dim, **extra | band), torch.bfloat16)
+        for dim, extra, band in product((64, 128, 256), extras, BANDS)
     ]

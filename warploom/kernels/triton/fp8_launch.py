@@ -10,12 +10,14 @@ from torch import Tensor
 
 from warploom.kernels.e4m3 import COLUMNS, hadamard_norm, slice_matrices, slices
 from warploom.kernels.triton.fp8 import BLOCK, quantize_kernel
+from warploom.kernels.triton.fp8_dense import quantize_dense_kernel
 from warploom.kernels.triton.widths import power_of_two
-from warploom.runtime.device import on_device
+from warploom.runtime.device import capability, on_device
 from warploom.runtime.qkv import last_contiguous
 from warploom.runtime.triton_launch import Launch
 
 _ROWS = BLOCK.value
+_DENSE = (64, 128, 256)  # head dims of the loop over dense bf16 tiles
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # of 8 bits each, which hold a number of that dtype
 
 
@@ -53,6 +55,14 @@ def quantize(
         matrix = None if seed is None else _matrices(dim, seed, q.device)
         tops = torch.zeros(each, dtype=torch.int32, device=q.device) if each else None
         given = [None if t is None else t.contiguous() for t in (cu_seqlens_q, cu_seqlens_k, used_q, used_k)]
+        if _loops(q, dim_v, granularity, seed, given) and unit > 1 and aligned:
+            launch = _dense_launch(dim, q.device.index)
+            launch(
+                (min(sum(programs), _at_once(dim, q.device)), 1),
+                *(q, k, v, *(t.view(torch.uint8) for t in out[::2]), *out[1::2], matrix, *strides),
+                *(rows_q, rows_k, padded // 16, heads_q, heads_kv, *programs[:2]),
+            )
+            return
         for first in (True, False) if each else (False,):
             launch = _launch(
                 dim, dim_v, q.dtype, seed is not None, granularity, first, unit, aligned, tuple(t is not None for t in given),
@@ -96,6 +106,27 @@ def _launch(
         "num_warps": 8,
     }
     return Launch(quantize_kernel, constants, direct=aligned)
+
+
+def _loops(q: Tensor, dim_v: int, granularity: str, seed: int | None, given: Sequence[Tensor | None]) -> bool:
+    """Whether a call is one for the loop over dense tiles; ``given``: starts and lengths of sequences."""
+    plain = granularity == "block" and seed is not None and all(t is None for t in given)
+    dims = q.shape[-1] == dim_v and dim_v in _DENSE
+    return plain and dims and q.dtype == torch.bfloat16 and capability(q.device) == 90
+
+
+@lru_cache(maxsize=64)
+def _dense_launch(dim: int, device: int | None) -> Launch:
+    """The launch of the loop; ``device`` as in ``_launch``."""
+    constants = {"SLICES": dim // COLUMNS, "NORM": hadamard_norm(dim), "num_warps": 4 if dim == 64 else 8}
+    return Launch(quantize_dense_kernel, constants, direct=True)
+
+
+def _at_once(dim: int, device: torch.device) -> int:
+    """Programs of the loop that a GPU runs at once: one or two on a multiprocessor, by their registers."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count * (2 if dim == 64 else 1)
 
 
 def _matrices(head_dim: int, seed: int, device: torch.device) -> Tensor:

@@ -1,0 +1,277 @@
+"""The kernel that makes FP8 numbers of dense bf16 q, k and v, a scale a block: that of `fp8.quantize_kernel`, as a loop.
+
+At head_dim 256 a tile's rotated numbers take half of a multiprocessor's registers, so that one program runs on each. It goes
+from tile to tile and asks for the next one's numbers before it works on its own.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from warploom.kernels.triton.fp8 import BLOCK, _product, e4m3_bits, scale_of
+
+WIDTH = tl.constexpr(64)  # columns of a slice
+# Numbers are read as pairs: one by one, those that are asked for ahead would take twice the registers.
+PAIRS = tl.constexpr(32)  # of a slice
+STEP = tl.constexpr(4)  # pairs in 16 bytes, of which strides are multiples
+SMALL, LIFT = tl.constexpr(2.0**-100), tl.constexpr(2.0**60)  # a divisor near what is subnormal, and what brings it away
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb", "stride_vs", "stride_vh",
+        "rows_q", "rows_k", "sixteens", "heads_q", "heads_kv", "tiles_q", "tiles_k",
+    ]
+)  # fmt: skip
+def quantize_dense_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    matrix_ptr,
+    stride_qb: tl.int64,
+    stride_qs: tl.int64,
+    stride_qh: tl.int64,
+    stride_kb: tl.int64,
+    stride_ks: tl.int64,
+    stride_kh: tl.int64,
+    stride_vb: tl.int64,
+    stride_vs: tl.int64,
+    stride_vh: tl.int64,
+    rows_q,
+    rows_k,
+    sixteens,
+    heads_q,
+    heads_kv,
+    tiles_q,
+    tiles_k,
+    SLICES: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """As `fp8.quantize_kernel`, of q, k and v with SLICES · 64 columns and strides in units of 16 bytes.
+
+    A tile is a block of rows of one head. v's are dealt out from the program on at which those of q and k end.
+    """
+    first, step = tl.program_id(0), tl.num_programs(0)
+    q_ptr, k_ptr = q_ptr.to(tl.pointer_type(tl.int32)), k_ptr.to(tl.pointer_type(tl.int32))
+    v_ptr = v_ptr.to(tl.pointer_type(tl.int32))
+    DIM: tl.constexpr = SLICES * WIDTH
+    r, column = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    at = matrix_ptr + column[:, None] * WIDTH + column[None, :]
+    m0 = tl.load(at)
+    m1, m2, m3 = m0, m0, m0
+    if SLICES >= 2:
+        m1 = tl.load(at + WIDTH * WIDTH)
+    if SLICES == 4:
+        m2 = tl.load(at + 2 * WIDTH * WIDTH)
+        m3 = tl.load(at + 3 * WIDTH * WIDTH)
+    nothing = tl.zeros((BLOCK, WIDTH), tl.float32)
+    rotated = tiles_q + tiles_k
+    sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
+        q_ptr, k_ptr, first, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
+        stride_kb, stride_ks, stride_kh, SLICES,
+    )  # fmt: skip
+    for tile in tl.range(first, rotated, step, num_stages=1):
+        of_q = tile < tiles_q
+        heads = tl.where(of_q, heads_q, heads_kv)
+        rows = tl.where(of_q, rows_q, rows_k)
+        scale_ptr = tl.where(of_q, q_scale_ptr, k_scale_ptr) + _block(sequence, row, rows) * heads + head
+        out_ptr = tl.where(of_q, q_out_ptr, k_out_ptr) + ((sequence.to(tl.int64) * rows + row) * heads + head) * DIM
+        out = tl.multiple_of(out_ptr, 16) + r[:, None] * (heads * DIM) + column[None, :]
+        kept = (r < rows - row)[:, None]
+        a = _product(_numbers(x0), m0, nothing)
+        b, c, d = a, a, a
+        if SLICES >= 2:
+            b = _product(_numbers(x1), m1, nothing)
+        if SLICES == 4:
+            c = _product(_numbers(x2), m2, nothing)
+            d = _product(_numbers(x3), m3, nothing)
+        sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
+            q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
+            stride_kb, stride_ks, stride_kh, SLICES,
+        )  # fmt: skip
+        if SLICES >= 2:
+            a, b = a + b, a - b
+        if SLICES == 4:
+            c, d = c + d, c - d
+            a, b, c, d = a + c, b + d, a - c, b - d
+        top = tl.max(_sizes(a, b, c, d, False, SLICES))
+        if not (top < float("inf")):
+            top = tl.max(_sizes(a, b, c, d, True, SLICES))
+        scale = scale_of(top * NORM)
+        tl.store(scale_ptr, scale)
+        if SLICES == 2:
+            a *= NORM
+            b *= NORM
+            divisor = scale
+        else:  # the factor is a power of two
+            divisor = scale * (1.0 / NORM)
+        if divisor < SMALL:
+            _write(out, a, b, c, d, divisor * LIFT, kept, LIFT, SLICES)
+        else:
+            _write(out, a, b, c, d, divisor, kept, 1.0, SLICES)
+    first -= rotated % step
+    first = tl.where(first < 0, first + step, first)
+    padded = sixteens.to(tl.int64) * 16
+    pair = tl.arange(0, PAIRS)
+    sequence, row, head, x0, x1, x2, x3 = _tile(
+        v_ptr, first, first < tiles_k, rows_k, heads_kv, stride_vb, stride_vs, stride_vh, SLICES
+    )
+    for tile in tl.range(first, tiles_k, step, num_stages=1):
+        scale_ptr = v_scale_ptr + _block(sequence, row, rows_k) * heads_kv + head
+        out_ptr = v_out_ptr + (sequence.to(tl.int64) * heads_kv + head) * DIM * padded + row
+        out = tl.multiple_of(out_ptr, 16) + 2 * pair[:, None] * padded + r[None, :]
+        kept = (r < padded - row)[None, :]
+        a, b, c, d = x0, x1, x2, x3
+        sequence, row, head, x0, x1, x2, x3 = _tile(
+            v_ptr, tile + step, tile + step < tiles_k, rows_k, heads_kv, stride_vb, stride_vs, stride_vh, SLICES
+        )
+        top = tl.max(_pair_sizes(a, b, c, d, False, SLICES))
+        if not (top < float("inf")):
+            top = tl.max(_pair_sizes(a, b, c, d, True, SLICES))
+        scale = scale_of(top)
+        tl.store(scale_ptr, scale)
+        if scale < SMALL:
+            _write_turned(out, padded, a, b, c, d, scale * LIFT, kept, LIFT, SLICES)
+        else:
+            _write_turned(out, padded, a, b, c, d, scale, kept, 1.0, SLICES)
+
+
+# Tiles
+
+
+@triton.jit
+def _rotated_tile(
+    q_ptr, k_ptr, tile, tiles_q, tiles, rows_q, rows_k, heads_q, heads_kv, qb, qs, qh, kb, ks, kh, SLICES: tl.constexpr
+):
+    """``_tile`` of q, and of k behind it."""
+    of_q = tile < tiles_q
+    return _tile(
+        tl.where(of_q, q_ptr, k_ptr), tl.where(of_q, tile, tile - tiles_q), tile < tiles, tl.where(of_q, rows_q, rows_k),
+        tl.where(of_q, heads_q, heads_kv), tl.where(of_q, qb, kb), tl.where(of_q, qs, ks), tl.where(of_q, qh, kh), SLICES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile(x_ptr, tile, inside, rows, heads, sb, ss, sh, SLICES: tl.constexpr):
+    """Sequence, row and head of a tile, and pairs of its slices; zeros where it is not ``inside``."""
+    slot = tile // heads
+    head = tile % heads
+    each = tl.cdiv(rows, BLOCK)
+    sequence = slot // each
+    row = (slot % each) * BLOCK
+    r, pair = tl.arange(0, BLOCK), tl.arange(0, PAIRS)
+    x_ptr = tl.multiple_of(x_ptr + (sequence * sb + row * ss + head * sh) * STEP, 16)
+    x_ptr += r[:, None] * (ss * STEP) + pair[None, :]
+    read = (r < tl.where(inside, rows - row, 0))[:, None]
+    x0 = tl.load(x_ptr, mask=read, other=0)
+    x1, x2, x3 = x0, x0, x0
+    if SLICES >= 2:
+        x1 = tl.load(x_ptr + PAIRS, mask=read, other=0)
+    if SLICES == 4:
+        x2 = tl.load(x_ptr + 2 * PAIRS, mask=read, other=0)
+        x3 = tl.load(x_ptr + 3 * PAIRS, mask=read, other=0)
+    return sequence, row, head, x0, x1, x2, x3
+
+
+@triton.jit
+def _block(sequence, row, rows):
+    """A tile's block among those of all sequences."""
+    return sequence.to(tl.int64) * tl.cdiv(rows, BLOCK) + row // BLOCK
+
+
+@triton.jit
+def _numbers(x):
+    """bf16 columns of pairs."""
+    even = (x & 65535).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    odd = (x >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.interleave(even, odd)
+
+
+@triton.jit
+def _even(x):
+    """fp32 of the first number of each pair."""
+    return (x << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _odd(x):
+    """fp32 of the second number of each pair."""
+    return (x & -65536).to(tl.float32, bitcast=True)
+
+
+# The largest number
+
+
+@triton.jit
+def _sizes(a, b, c, d, FINITE: tl.constexpr, SLICES: tl.constexpr):
+    """The largest of the slices' numbers without signs; NaN where all are, with FINITE 0 where none is finite."""
+    size = _size(a, FINITE)
+    if SLICES >= 2:
+        size = tl.maximum(size, _size(b, FINITE))
+    if SLICES == 4:
+        size = tl.maximum(size, tl.maximum(_size(c, FINITE), _size(d, FINITE)))
+    return size
+
+
+@triton.jit
+def _pair_sizes(a, b, c, d, FINITE: tl.constexpr, SLICES: tl.constexpr):
+    """``_sizes`` of pairs."""
+    even = _sizes(_even(a), _even(b), _even(c), _even(d), FINITE, SLICES)
+    return tl.maximum(even, _sizes(_odd(a), _odd(b), _odd(c), _odd(d), FINITE, SLICES))
+
+
+@triton.jit
+def _size(y, FINITE: tl.constexpr):
+    size = tl.abs(y)
+    if FINITE:
+        size = tl.where(size < float("inf"), size, 0.0)
+    return size
+
+
+# Rounding
+
+
+@triton.jit
+def _write(out, a, b, c, d, divisor, kept, BY: tl.constexpr, SLICES: tl.constexpr):
+    """e4m3 of the slices' numbers times BY over ``divisor``."""
+    inverse = tl.div_rn(1.0, divisor)
+    tl.store(out, _rounded(a, divisor, inverse, BY), mask=kept)
+    if SLICES >= 2:
+        tl.store(out + WIDTH, _rounded(b, divisor, inverse, BY), mask=kept)
+    if SLICES == 4:
+        tl.store(out + 2 * WIDTH, _rounded(c, divisor, inverse, BY), mask=kept)
+        tl.store(out + 3 * WIDTH, _rounded(d, divisor, inverse, BY), mask=kept)
+
+
+@triton.jit
+def _write_turned(out, padded, a, b, c, d, divisor, kept, BY: tl.constexpr, SLICES: tl.constexpr):
+    """``_write`` of pairs of v, columns as rows of ``padded`` numbers."""
+    inverse = tl.div_rn(1.0, divisor)
+    _write_pairs(out, padded, a, divisor, inverse, kept, BY)
+    if SLICES >= 2:
+        _write_pairs(out + WIDTH * padded, padded, b, divisor, inverse, kept, BY)
+    if SLICES == 4:
+        _write_pairs(out + 2 * WIDTH * padded, padded, c, divisor, inverse, kept, BY)
+        _write_pairs(out + 3 * WIDTH * padded, padded, d, divisor, inverse, kept, BY)
+
+
+@triton.jit
+def _write_pairs(out, padded, x, divisor, inverse, kept, BY: tl.constexpr):
+    x = tl.trans(x)
+    tl.store(out, _rounded(_even(x), divisor, inverse, BY), mask=kept)
+    tl.store(out + padded, _rounded(_odd(x), divisor, inverse, BY), mask=kept)
+
+
+@triton.jit
+def _rounded(y, divisor, inverse, BY: tl.constexpr):
+    """Bits of e4m3(y * BY / divisor), by the corrected quotient of `fp8._rounded`."""
+    y = y * BY
+    z = y * inverse
+    return e4m3_bits(tl.fma(tl.fma(-z, tl.broadcast_to(divisor, y.shape), y), tl.broadcast_to(inverse, y.shape), z))
