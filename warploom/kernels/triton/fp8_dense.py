@@ -75,7 +75,7 @@ def quantize_dense_kernel(
     rotated = tiles_q + tiles_k
     sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
         q_ptr, k_ptr, first, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
-        stride_kb, stride_ks, stride_kh, SLICES,
+        stride_kb, stride_ks, stride_kh, r, SLICES,
     )  # fmt: skip
     for tile in tl.range(first, rotated, step, num_stages=1):
         of_q = tile < tiles_q
@@ -94,7 +94,7 @@ def quantize_dense_kernel(
             d = _product(_numbers(x3), m3, nothing)
         sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
             q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
-            stride_kb, stride_ks, stride_kh, SLICES,
+            stride_kb, stride_ks, stride_kh, r, SLICES,
         )  # fmt: skip
         if SLICES >= 2:
             a, b = a + b, a - b
@@ -118,19 +118,22 @@ def quantize_dense_kernel(
             _write(out, a, b, c, d, divisor, kept, 1.0, SLICES)
     first -= rotated % step
     first = tl.where(first < 0, first + step, first)
-    padded = sixteens.to(tl.int64) * 16
-    pair = tl.arange(0, PAIRS)
+    padded = sixteens.to(tl.int64) * 4  # fours of rows
+    # A thread has a tile's rows that are a quarter of it apart: four neighbours, whose bytes are then one word.
+    fours = r % (BLOCK // 4) * 4 + r // (BLOCK // 4)
+    pair, four = tl.arange(0, PAIRS), tl.arange(0, BLOCK // 4)
+    v_out_ptr = v_out_ptr.to(tl.pointer_type(tl.int32))
     sequence, row, head, x0, x1, x2, x3 = _tile(
-        v_ptr, first, first < tiles_k, rows_k, heads_kv, stride_vb, stride_vs, stride_vh, SLICES
+        v_ptr, first, first < tiles_k, rows_k, heads_kv, stride_vb, stride_vs, stride_vh, fours, SLICES
     )
     for tile in tl.range(first, tiles_k, step, num_stages=1):
         scale_ptr = v_scale_ptr + _block(sequence, row, rows_k) * heads_kv + head
-        out_ptr = v_out_ptr + (sequence.to(tl.int64) * heads_kv + head) * DIM * padded + row
-        out = tl.multiple_of(out_ptr, 16) + 2 * pair[:, None] * padded + r[None, :]
-        kept = (r < padded - row)[None, :]
+        out_ptr = v_out_ptr + (sequence.to(tl.int64) * heads_kv + head) * DIM * padded + row // 4
+        out = tl.multiple_of(out_ptr, 16) + 2 * pair[:, None] * padded + four[None, :]
+        kept = (four < padded - row // 4)[None, :]
         a, b, c, d = x0, x1, x2, x3
         sequence, row, head, x0, x1, x2, x3 = _tile(
-            v_ptr, tile + step, tile + step < tiles_k, rows_k, heads_kv, stride_vb, stride_vs, stride_vh, SLICES
+            v_ptr, tile + step, tile + step < tiles_k, rows_k, heads_kv, stride_vb, stride_vs, stride_vh, fours, SLICES
         )
         top = tl.max(_pair_sizes(a, b, c, d, False, SLICES))
         if not (top < float("inf")):
@@ -148,25 +151,25 @@ def quantize_dense_kernel(
 
 @triton.jit
 def _rotated_tile(
-    q_ptr, k_ptr, tile, tiles_q, tiles, rows_q, rows_k, heads_q, heads_kv, qb, qs, qh, kb, ks, kh, SLICES: tl.constexpr
+    q_ptr, k_ptr, tile, tiles_q, tiles, rows_q, rows_k, heads_q, heads_kv, qb, qs, qh, kb, ks, kh, r, SLICES: tl.constexpr
 ):
     """``_tile`` of q, and of k behind it."""
     of_q = tile < tiles_q
     return _tile(
         tl.where(of_q, q_ptr, k_ptr), tl.where(of_q, tile, tile - tiles_q), tile < tiles, tl.where(of_q, rows_q, rows_k),
-        tl.where(of_q, heads_q, heads_kv), tl.where(of_q, qb, kb), tl.where(of_q, qs, ks), tl.where(of_q, qh, kh), SLICES,
+        tl.where(of_q, heads_q, heads_kv), tl.where(of_q, qb, kb), tl.where(of_q, qs, ks), tl.where(of_q, qh, kh), r, SLICES,
     )  # fmt: skip
 
 
 @triton.jit
-def _tile(x_ptr, tile, inside, rows, heads, sb, ss, sh, SLICES: tl.constexpr):
-    """Sequence, row and head of a tile, and pairs of its slices; zeros where it is not ``inside``."""
+def _tile(x_ptr, tile, inside, rows, heads, sb, ss, sh, r, SLICES: tl.constexpr):
+    """Sequence, row and head of a tile, and pairs of rows ``r`` of its slices; zeros where it is not ``inside``."""
     slot = tile // heads
     head = tile % heads
     each = tl.cdiv(rows, BLOCK)
     sequence = slot // each
     row = (slot % each) * BLOCK
-    r, pair = tl.arange(0, BLOCK), tl.arange(0, PAIRS)
+    pair = tl.arange(0, PAIRS)
     x_ptr = tl.multiple_of(x_ptr + (sequence * sb + row * ss + head * sh) * STEP, 16)
     x_ptr += r[:, None] * (ss * STEP) + pair[None, :]
     read = (r < tl.where(inside, rows - row, 0))[:, None]
@@ -252,7 +255,7 @@ def _write(out, a, b, c, d, divisor, kept, BY: tl.constexpr, SLICES: tl.constexp
 
 @triton.jit
 def _write_turned(out, padded, a, b, c, d, divisor, kept, BY: tl.constexpr, SLICES: tl.constexpr):
-    """``_write`` of pairs of v, columns as rows of ``padded`` numbers."""
+    """``_write`` of pairs of v, columns as rows of ``padded`` words of four numbers."""
     inverse = tl.div_rn(1.0, divisor)
     _write_pairs(out, padded, a, divisor, inverse, kept, BY)
     if SLICES >= 2:
@@ -264,9 +267,16 @@ def _write_turned(out, padded, a, b, c, d, divisor, kept, BY: tl.constexpr, SLIC
 
 @triton.jit
 def _write_pairs(out, padded, x, divisor, inverse, kept, BY: tl.constexpr):
-    x = tl.trans(x)
-    tl.store(out, _rounded(_even(x), divisor, inverse, BY), mask=kept)
-    tl.store(out + padded, _rounded(_odd(x), divisor, inverse, BY), mask=kept)
+    tl.store(out, tl.trans(_fours(_rounded(_even(x), divisor, inverse, BY))), mask=kept)
+    tl.store(out + padded, tl.trans(_fours(_rounded(_odd(x), divisor, inverse, BY))), mask=kept)
+
+
+@triton.jit
+def _fours(bits):
+    """Words of the bytes of four neighbouring rows, which are a quarter of the tile apart."""
+    QUARTER: tl.constexpr = bits.shape[0] // 4
+    place = tl.arange(0, bits.shape[0])[:, None] // QUARTER * 8
+    return tl.sum(tl.reshape(bits.to(tl.int32) << place, (4, QUARTER, bits.shape[1])), 0)
 
 
 @triton.jit
