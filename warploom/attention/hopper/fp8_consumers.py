@@ -32,12 +32,6 @@ LEAST = 2.0**-126
 KEY_SCALE, VALUE_SCALE, PARTIAL_SCALE = 0, 1, 2
 
 
-def columns_of(acc: Any, part: Any, columns: int) -> Any:
-    """The ``part``-th so many columns of an accumulator, as one of their own."""
-    layout = cute.make_layout(((2, 2, columns // 8), 1, 1), stride=((1, 2, 4), 0, 0))
-    return cute.make_tensor(acc.iterator + part * (columns // 2), layout)
-
-
 class Fp8Rows(Rows):
     """What a warpgroup keeps of its 64 rows besides."""
 
@@ -67,7 +61,7 @@ class Fp8Consumers(ColumnConsumers):
         scales: Any = None,
     ) -> Fp8Rows:
         """What warpgroup ``group`` keeps."""
-        partial = mma_pv.make_fragment_C(mma_pv.get_slice(0).partition_shape_C((64, self.pv_columns * self.pv_held)))
+        partial = mma_pv.make_fragment_C(mma_pv.get_slice(0).partition_shape_C((64, self.pv_columns)))
         acc_o = partial
         if not self.config.fast:
             acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
@@ -91,11 +85,6 @@ class Fp8Consumers(ColumnConsumers):
     def pv_columns(self) -> int:
         """Columns of O of one PV."""
         return self.config.pv_columns or self.config.head_dim_v
-
-    @property
-    def pv_held(self) -> int:
-        """PV of how many columns have registers at once: those of S."""
-        return max(1, min(self.tile_n, self.config.head_dim_v) // self.pv_columns)
 
     # Scales
 
@@ -227,28 +216,16 @@ class Fp8Consumers(ColumnConsumers):
 
     @cute.jit
     def add_values(self, work, stage):
-        """O += PV of the last P, times V's scale where P has it not: some columns are added under the PV of others."""
-        registers, held = self.pv_columns // 2, self.pv_held
-        parts = self.config.head_dim_v // self.pv_columns
-        for part in cutlass.range_constexpr(held):
-            self.issue_values(work, part, stage)
-        for part in cutlass.range_constexpr(parts):
-            warpgroup.wait_group(min(held, parts - part) - 1)
-            if const_expr(part + 1 == parts):
+        """O += PV of the last P, times V's scale where P has it not: some columns after the others, each awaited."""
+        registers = self.pv_columns // 2
+        for part in cutlass.range_constexpr(self.config.head_dim_v // self.pv_columns):
+            gemm(work.mma_pv, work.partial, work.p, part_of(work.v, part), self.config.fast, stage)
+            warpgroup.wait_group(0)
+            if const_expr((part + 1) * self.pv_columns == self.config.head_dim_v):
                 release(work.shared.v_empty + stage)
             for i in cutlass.range_constexpr(0 if self.config.fast else registers):
                 at = part * registers + i
-                work.acc_o[at] = work.acc_o[at] + work.partial[part % held * registers + i] * work.factors[VALUE_SCALE]
-            if const_expr(part + held < parts):
-                self.issue_values(work, part + held, stage)
-
-    @cute.jit
-    def issue_values(self, work, part, stage):
-        """The PV of some columns, in the registers of those ``pv_held`` parts before."""
-        partial = work.partial
-        if const_expr(self.pv_held > 1):
-            partial = columns_of(partial, part % self.pv_held, self.pv_columns)
-        gemm(work.mma_pv, partial, work.p, part_of(work.v, part), self.config.fast, stage)
+                work.acc_o[at] = work.acc_o[at] + work.partial[i] * work.factors[VALUE_SCALE]
 
     # The softmax
 

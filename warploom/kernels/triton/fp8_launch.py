@@ -17,7 +17,8 @@ from warploom.runtime.qkv import last_contiguous
 from warploom.runtime.triton_launch import Launch
 
 _ROWS = BLOCK.value
-_DENSE = (64, 128, 256)  # head dims of the loop over dense bf16 tiles
+# The loop over dense bf16 tiles by head_dim: warps, registers a thread or None, programs on a multiprocessor.
+_DENSE: dict[int, tuple[int, int | None, int]] = {64: (4, None, 2), 128: (8, 128, 2), 256: (8, None, 1)}
 _PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}  # of 8 bits each, which hold a number of that dtype
 
 
@@ -118,15 +119,18 @@ def _loops(q: Tensor, dim_v: int, granularity: str, seed: int | None, given: Seq
 @lru_cache(maxsize=64)
 def _dense_launch(dim: int, device: int | None) -> Launch:
     """The launch of the loop; ``device`` as in ``_launch``."""
-    constants = {"SLICES": dim // COLUMNS, "NORM": hadamard_norm(dim), "num_warps": 4 if dim == 64 else 8}
+    warps, registers, _ = _DENSE[dim]
+    constants = {"SLICES": dim // COLUMNS, "NORM": hadamard_norm(dim), "num_warps": warps}
+    if registers is not None:
+        constants["maxnreg"] = registers
     return Launch(quantize_dense_kernel, constants, direct=True)
 
 
 def _at_once(dim: int, device: torch.device) -> int:
-    """Programs of the loop that a GPU runs at once: one or two on a multiprocessor, by their registers."""
+    """Programs of the loop that a GPU runs at once; of the interpreter fewer than tests have tiles."""
     if device.type != "cuda":
         return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count * (2 if dim == 64 else 1)
+    return torch.cuda.get_device_properties(device).multi_processor_count * _DENSE[dim][2]
 
 
 def _matrices(head_dim: int, seed: int, device: torch.device) -> Tensor:
