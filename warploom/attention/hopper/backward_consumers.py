@@ -535,13 +535,13 @@ class Consumers(Dealer, DropoutSteps):
         if const_expr((not spare or halves) and not self.fold):
             delta = self.statistics(r, stage, 1)
         self.differentiate(r, delta)
-        if const_expr(config.bias_grad):  # before dS is packed, beside which there are no registers
+        pack(r.acc_dp, r.ds, self.dtype)
+        self.share(r, stage)
+        if const_expr(config.bias_grad):  # behind that: before dS is packed ptxas spills more at 128
             if const_expr(near):
                 self.add_near(r, m)
             else:
                 self.add_far(r)
-        pack(r.acc_dp, r.ds, self.dtype)
-        self.share(r, stage)
         # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
         gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
         cute.arch.fence_view_async_shared()

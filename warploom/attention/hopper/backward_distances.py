@@ -70,10 +70,8 @@ def facts_of(distances: Distances, head: Any) -> Any:
 
 
 @dsl_user_op
-def add_inside(
-    address: Int64, offset: int, x: Float32, entry: Int32, last: Int32, *, loc: Any = None, ip: Any = None
-) -> None:
-    """Add ``x`` to the fp32 so many bytes behind ``address``, an ``entry``'s, if that lies between 0 and ``last``; 0 to none."""
+def add_inside(address: Int64, offset: int, x: Float32, entry: Int32, last: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Add ``x``, unless it is 0, to the fp32 so many bytes behind ``address``, that of an ``entry`` between 0 and ``last``."""
     text = (
         "{ .reg .pred p; setp.neu.f32 p, $1, 0f00000000; setp.gt.and.s32 p, $2, 0, p; setp.lt.and.s32 p, $2, $3, p; "
         f"@p red.relaxed.gpu.global.add.f32 [$0+{offset}], $1; }}"
