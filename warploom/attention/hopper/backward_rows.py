@@ -51,7 +51,7 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
         """Row statistics of a query tile, and zeros where its dQ will be summed up or where it is said to be there.
 
         A row that sees nothing, or is past the last one, gets an lse of +inf, which makes its P and dS 0. Under a column mask
-        or beside a table of distances a finite one that does the same, unless it holds NaN or infinity in ``q`` or dO, which the
+        or with a table of distances a finite one that does the same, unless it holds NaN or infinity in ``q`` or dO, which the
         consumers then clear. Under a mask the first thread block deals out the last key blocks, for which ``masked`` is what
         ``key_blocks`` and ``deal`` take.
         """
