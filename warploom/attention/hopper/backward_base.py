@@ -179,8 +179,6 @@ class BackwardBase:
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
         # A block is described again when its steps have ended: registers hold no more.
         self.reads_again = config.stream_k or (config.persistent and config.dropout)
-        # Without a band keys past the last one are hidden by what is added to rows' lse: an instruction an element, not two.
-        self.hides_by_level = config.stream_k or (self.reads_distances and not (config.right or config.left))
         # A block's words have its sequence where its batch, 0, stands else.
         self.numbered = config.varlen and (config.dropout or config.columns or self.biased)
         # The scheduler says what consumers' registers have no room for beside a long step: the group's size, how many steps

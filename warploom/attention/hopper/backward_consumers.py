@@ -591,7 +591,7 @@ class Consumers(Dealer, DropoutSteps):
         """
         config = self.config
         for i in cutlass.range_constexpr(2):
-            if const_expr(masked and not (self.hides_by_level or config.columns)):
+            if const_expr(masked and not (config.stream_k or config.columns)):
                 first = r.limits[i, 0] - m * self.tile_m
                 for c in cutlass.range_constexpr(self.tile_m // 4):
                     r.rows_s[i, c] = r.rows_s[i, c] if c // 2 * 8 + c % 2 >= first else -Float32.inf
@@ -608,7 +608,7 @@ class Consumers(Dealer, DropoutSteps):
         for c, i in elements:
             p = []
             for j in (0, 1):
-                above = level[c + j] + r.hidden[i] if const_expr(masked and self.hides_by_level) else level[c + j]
+                above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]
                 if const_expr(self.biased):
                     above = level_of(above, i, c + j)
                 if const_expr(self.reads_distances and place == FAR and not config.right):
