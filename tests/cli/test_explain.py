@@ -215,9 +215,7 @@ def test_who_runs_a_backward_pass_that_the_forward_s_has_no_kernel_for(installed
         "; backward by triton: computes no gradient of slopes"
     )
     table = ("--bias", "relative", "--backward", "--bias-grad")
-    unasked = elsewhere(capsys, "h100", *table)
-    assert unasked["implementation"] == "triton" and "NaN behind -inf" in str(unasked["refused"])
-    assert "_distance_grad" in elsewhere(capsys, "h100", *table, "--backend", "hopper")["reason"]
+    assert "_distance_grad" in elsewhere(capsys, "h100", *table)["reason"]
 
 
 def test_who_runs_the_backward_pass_of_ampere_s_forward(installed: None, capsys: pytest.CaptureFixture) -> None:

@@ -160,6 +160,42 @@ def test_minus_infinity_in_a_table_hides() -> None:
         torch.testing.assert_close(lse, want[1], rtol=1e-3, atol=1e-3)
 
 
+def passes(tensors: list[torch.Tensor], table: torch.Tensor, dout: torch.Tensor, causal: bool) -> list[torch.Tensor]:
+    """Out and the gradients of q, k, v and the table."""
+    leaves = [t.detach().requires_grad_() for t in (*tensors, table)]
+    out = warploom.attention(*leaves[:3], bias=Relative(leaves[3]), causal=causal, backend="hopper", **ANY_ORDER)
+    return [out, *torch.autograd.grad(out, leaves, dout)]
+
+
+HIDING = ["keys", "queries", "a head"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("hiding", HIDING)
+def test_minus_infinity_in_a_table_hides_nan_behind_it(hiding: str, head_dim: int, causal: bool) -> None:
+    """In both passes: in keys that no query sees, and in queries that see none, of all heads or of one of a group."""
+    rows, cols = (300, 900) if hiding == "keys" else (700, 700)
+    clean = [torch.randn(2, n, h, head_dim, device="cuda", dtype=torch.bfloat16) for n, h in ((rows, 4), (cols, 2), (cols, 2))]
+    table, dout = torch.randn(4, 601, device="cuda"), torch.randn_like(clean[0])
+    (q, k, v), spoiled = [t.clone() for t in clean], dout.clone()
+    if hiding == "keys":  # those 100 and more before a query, the first of which is at 600
+        table[:, 400:] = -math.inf
+        for t in (k, v):
+            t[0, :450], t[1, 100:480] = math.nan, math.inf
+    elif hiding == "queries":  # which see keys 150 and more before them: neither the first ones nor the last keys are seen
+        table[:, :450] = -math.inf
+        q[0, :140] = q[1, 3:9] = spoiled[0, 2:150] = spoiled[1, 130:150:3] = k[:, 560:] = v[:, 560:] = math.nan
+    else:
+        table[1] = table[3, :310] = -math.inf
+        q[:, :, 1] = spoiled[:, :, 1] = math.nan
+    want = passes(clean, table, dout, causal)
+    found = passes([q, k, v], table, spoiled, causal)
+    for a, b in zip(found, want, strict=True):
+        assert torch.isfinite(a).all() and (a - b).float().norm() <= 5e-4 * b.float().norm()
+    assert not found[4][table.isinf()].any()
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"seqlen_q": 300, "seqlen_k": 5000}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_largest_logits(head_dim: int, options: dict[str, Any]) -> None:

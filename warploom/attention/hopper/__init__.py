@@ -29,7 +29,6 @@ from warploom.attention.hopper.plan import (
     largest_refusal,
     pages_refusal,
     pages_unchecked,
-    table_gradient_apart,
     takes_columns,
     takes_dropout,
     tile_dims,
@@ -150,7 +149,7 @@ class Hopper(Beside):
     def declines(self, problem: AttentionProblem | None = None) -> str | None:
         if problem is None or max(problem.head_dim, problem.head_dim_v) > 256:
             return None
-        return pages_unchecked(problem) or table_gradient_apart(problem)
+        return pages_unchecked(problem)
 
     def wavers(self, problem: AttentionProblem | None = None) -> bool:
         """Where it builds no modules, another process may."""

@@ -121,7 +121,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         rows = m_blocks * heads_q * batch
         stats, counters, partial = self.workspace(sums, dq, rows, split)
         cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
-        looked_at = q if const_expr(self.config.columns) else None
+        looked_at = q if const_expr(self.config.columns or self.reads_distances) else None
         masked = None
         if const_expr(self.config.dealt or self.config.ordered > 0):
             masked = (bounds, k, n_blocks, section, left, right, blocks, split)

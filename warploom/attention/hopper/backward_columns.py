@@ -353,9 +353,13 @@ class ColumnWalk(BackwardBase):
 
         Both warpgroups do it, each in its rows, before the first product that reads them.
         """
-        shared, config = work.shared, self.config
         rows = self.quad_rows(r)
-        dead = self.find_dead(work, [work.n_block * self.tile_n + row for row in rows])
+        self.clear_keys(r, rows, self.find_dead(work, [work.n_block * self.tile_n + row for row in rows]))
+
+    @cute.jit
+    def clear_keys(self, r, rows, dead):
+        """Zeros for the keys and values in two rows of the block, by each quad for its own, where ``dead`` is 1."""
+        shared, config = r.shared, self.config
         _, box_k, box_v, _ = config.boxes
         for i in cutlass.range_constexpr(2):
             if dead[i] == 1 and rows[i] < self.tile_n:

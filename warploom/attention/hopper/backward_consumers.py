@@ -150,6 +150,9 @@ class Consumers(Dealer, DropoutSteps):
         if const_expr(config.columns and not config.pair):  # noqa: SIM102
             if whole_first & DEAD > 0 and first < end:
                 self.clear_dead(r, work)
+        if const_expr(self.reads_distances):  # noqa: SIM102
+            if first < end:
+                self.clear_hidden_keys(r, work)
         parts = [(first, whole_first, True), (whole_first, whole_end, False)]
         if const_expr(config.left):
             parts.append((whole_end, end, True))
@@ -479,13 +482,18 @@ class Consumers(Dealer, DropoutSteps):
         """
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
+        near = const_expr(self.reads_distances and place == NEAR)
+        if const_expr(near):
+            hides = self.may_hide(r.distances.given, r.distances.head[0])
         if const_expr(not config.columns):
             cute.arch.mbarrier_wait(shared.q_full + stage, phase)
+        if const_expr(near):  # noqa: SIM102
+            if hides == 1:
+                self.clear_unseeing(r, j)
         if const_expr(config.columns and masked):
             self.find_hidden(r, work, m, stage)
         if const_expr(self.fold):
             self.begin_at_delta(r, self.statistics(r, stage, 1))
-        near = const_expr(self.reads_distances and place == NEAR)
         if const_expr(near):
             self.begin_near(r, m)
         if const_expr(self.ping_pong):
@@ -527,13 +535,13 @@ class Consumers(Dealer, DropoutSteps):
         if const_expr((not spare or halves) and not self.fold):
             delta = self.statistics(r, stage, 1)
         self.differentiate(r, delta)
-        if const_expr(config.bias_grad):  # before dS is packed, beside which there are no registers
+        pack(r.acc_dp, r.ds, self.dtype)
+        self.share(r, stage)
+        if const_expr(config.bias_grad):  # behind that: before dS is packed ptxas spills more at 128
             if const_expr(near):
                 self.add_near(r, m)
             else:
                 self.add_far(r)
-        pack(r.acc_dp, r.ds, self.dtype)
-        self.share(r, stage)
         # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
         gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
         cute.arch.fence_view_async_shared()

@@ -5,8 +5,12 @@ all queries of a tile it begins at nothing, as rows' lse are less the same numbe
 added to all.
 
 dS of a near tile is summed along its diagonals: in registers, where a thread has two keys, then over the lanes of a warp, which
-adds the sums to the gradient. Of far tiles a thread sums what it has, for a query head's whole run of them. Sums of warps meet
-in global memory in any order.
+adds the sums to the gradient. What lies past an end of the table is one sum of a warp and step: all warps add it to one number.
+Of far tiles a thread sums what it has, for a query head's whole run of them. Sums of warps meet in global memory in any order.
+
+Keys and values that no query of the group sees for -inf are cleared before the first product of a block; so are queries that
+see nothing, and their dO, if they hold anything but numbers: P and dS are 0 there, but 0 times NaN is NaN. Far tiles have no
+such queries, as values far away are numbers.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -18,11 +22,13 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cutlass_dsl import dsl_user_op
 
-from warploom.attention.hopper.backward_base import BackwardBase
+from warploom.attention.hopper.backward_columns import ColumnWalk
 from warploom.kernels.cute.basics import LOG2_E
 from warploom.kernels.cute.distances import (
     BASE,
+    HIDES,
     LEFT_FAR,
     RIGHT,
     RIGHT_FAR,
@@ -34,6 +40,7 @@ from warploom.kernels.cute.distances import (
     values_at,
 )
 from warploom.kernels.cute.fields import Fields
+from warploom.kernels.cute.instructions import assembly
 from warploom.kernels.distances import HEADER, PAD, head_length
 
 # Where a query tile lies: near the keys, or so far that all its values are one.
@@ -57,7 +64,23 @@ def first_of_head(distances: Distances, head: Any) -> Any:
     return distances.spread.iterator + Int64(cutlass.min(head, heads - 1)) * head_length(entries)
 
 
-class DistanceSteps(BackwardBase):
+def facts_of(distances: Distances, head: Any) -> Any:
+    """The header of a head's spread values."""
+    return cute.make_tensor(first_of_head(distances, head), cute.make_layout(HEADER))
+
+
+@dsl_user_op
+def add_inside(address: Int64, offset: int, x: Float32, entry: Int32, last: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Add ``x``, unless it is 0, to the fp32 so many bytes behind ``address``, that of an ``entry`` between 0 and ``last``."""
+    text = (
+        "{ .reg .pred p; setp.neu.f32 p, $1, 0f00000000; setp.gt.and.s32 p, $2, 0, p; setp.lt.and.s32 p, $2, $3, p; "
+        f"@p red.relaxed.gpu.global.add.f32 [$0+{offset}], $1; }}"
+    )
+    values = [t.ir_value(loc=loc, ip=ip) for t in (Int64(address), Float32(x), Int32(entry), Int32(last))]
+    assembly(None, values, text, "l,f,r,r,~{memory}", side_effects=True)
+
+
+class DistanceSteps(ColumnWalk):
     """What the kernels do for a table of distances."""
 
     @cute.kernel
@@ -67,7 +90,7 @@ class DistanceSteps(BackwardBase):
 
     def level_base(self, distances: Any, head: Any) -> Any:
         """What scores are less, in log2 units: so are the rows' lse."""
-        return cute.make_tensor(first_of_head(distances, head), cute.make_layout(HEADER))[BASE] * LOG2_E
+        return facts_of(distances, head)[BASE] * LOG2_E
 
     def distances(self, given: Any) -> KeyDistances | None:
         """Of a call; None without a table."""
@@ -88,8 +111,7 @@ class DistanceSteps(BackwardBase):
         own, tile_m = r.distances, self.tile_m
         given = own.given
         entries = given.table.shape[1]
-        start = first_of_head(given, head)
-        facts = cute.make_tensor(start, cute.make_layout(HEADER))
+        facts = facts_of(given, head)
         words = cute.recast_tensor(facts, Int32)
         key = work.n_block * self.tile_n + r.group * 64
         apart = work.shift + given.origin - key
@@ -119,6 +141,46 @@ class DistanceSteps(BackwardBase):
             for i in cutlass.range_constexpr(2):
                 rows[i, 2 * n], rows[i, 2 * n + 1] = load_two(address, 32 * (n - i))
 
+    # What -inf hides
+
+    @cute.jit
+    def clear_hidden_keys(self, r, work):
+        """Zeros for keys and values that no query of the group sees, if the tables of all its heads may hide some."""
+        given, hides = r.distances.given, Int32(1)
+        for member in cutlass.range(work.group_size, unroll=1):
+            hides &= self.may_hide(given, work.head * work.group_size + member)
+        if hides == 1:
+            rows = self.quad_rows(r)
+            self.clear_keys(r, rows, self.hidden_keys(given, work, [work.n_block * self.tile_n + row for row in rows]))
+
+    @cute.jit
+    def hidden_keys(self, given, work, keys):
+        """Of two keys of this thread's quad: 1 where no query of the group sees them; lanes look at every fourth entry."""
+        heads, entries = given.table.shape
+        hidden = cute.make_rmem_tensor(2, Int32)
+        hidden.fill(1)
+        for member in cutlass.range(work.group_size, unroll=1):
+            head = cutlass.min(work.head * work.group_size + member, heads - 1)
+            for i in cutlass.range_constexpr(2):
+                first, end = self.band_rows(work, keys[i])
+                apart = work.shift + given.origin - keys[i]
+                entry = cutlass.min(cutlass.max(first + apart, 0), entries - 1) + cute.arch.lane_idx() % 4
+                past = cutlass.min(cutlass.max(end - 1 + apart, 0), entries - 1) + 1
+                past = past if first < end else Int32(0)
+                while entry < past:
+                    entry += 4
+                    if given.table[head, entry - 4] != -Float32.inf:
+                        hidden[i] = Int32(0)
+                        entry = past
+        for i in cutlass.range_constexpr(2):
+            for other in cutlass.range_constexpr(1, 3):
+                hidden[i] = hidden[i] & cute.arch.shuffle_sync_bfly(hidden[i], other)
+        return hidden
+
+    def may_hide(self, given: Distances, head: Any) -> Any:
+        """1 if a value of the head's table is -inf."""
+        return cute.recast_tensor(facts_of(given, head), Int32)[HIDES]
+
     # The gradient
 
     @cute.jit
@@ -146,36 +208,59 @@ class DistanceSteps(BackwardBase):
         """Add a near tile's dS to the entries of their distances.
 
         Lane 4 g + q has columns 2 q + b of each eight and keys g and g + 8: distances 8 k + b + 2 q - g from the warp's first.
+        What it has of b = 0 meets that of b = 1 from lane (g + 1, q), or where g is odd from (g - 1, q - 1). Then it keeps a
+        half of what it and lane (g + 4, q + 2) have, and of that and lane (g + 2, q + 1)'s: lanes alike modulo 8.
         """
         own, lane, count = r.distances, cute.arch.lane_idx(), self.tile_m // 8
         g, q = lane // 4, lane % 4
-        # Of k from -2 on: where b + 2 q - g is below 0, eights begin one earlier.
-        along = [[self.along(r, k, b) for k in range(-2, count + 1)] for b in range(2)]
-        sums = []
+        partner = (g ^ 1) * 4 + ((q - g % 2) & 3)
+        turned = (g % 2 == 0) & (q == 3)  # where lane (g + 1, 0) is the one to meet, an eight on
+        met = []
+        for k in cutlass.range_constexpr(-1, count + 1):
+            before, here = self.along(r, k - 1, 1), self.along(r, k, 1)
+            sent = before if turned else here
+            met.append(self.along(r, k, 0) + cute.arch.shuffle_sync(sent, partner))
+        # Of k from -2 on: where 2 q - g is below 0, eights begin one earlier.
+        sums, earlier = [], 2 * q < g
         for k in cutlass.range_constexpr(count + 2):
-            total = Float32(0.0)
-            for b in cutlass.range_constexpr(2):
-                earlier = b + 2 * q < g
-                own_sum = along[b][k + 1] if earlier else along[b][k]
-                # Lane 4 d + q gets those that are d past a multiple of 8.
-                total += cute.arch.shuffle_sync(own_sum, ((b + 2 * q - g) & 7) * 4 + q)
-            sums.append(total)
+            sooner = met[k]
+            later = met[k - 1] if const_expr(k > 0) else Float32(0.0)
+            sums.append(sooner if earlier else later)
         sums += [Float32(0.0)] * (-len(sums) % 4)
         for bit in cutlass.range_constexpr(1, -1, -1):
             half = len(sums) // 2
             upper = (q >> bit) & 1
+            step = (2 << bit) * (1 - 2 * upper)
+            other = ((g + step) & 7) * 4 + (q ^ (1 << bit))
             kept = []
             for n in cutlass.range_constexpr(half):
                 own_part = sums[half + n] if upper == 1 else sums[n]
-                other = sums[n] if upper == 1 else sums[half + n]
-                kept.append(own_part + cute.arch.shuffle_sync_bfly(other, 1 << bit))
+                others = sums[n] if upper == 1 else sums[half + n]
+                kept.append(own_part + cute.arch.shuffle_sync(others, other))
             sums = kept
-        entries, gradient = own.given.table.shape[1], self.gradient_of_head(own)
-        warp = cute.arch.thread_idx()[0] % 128 // 32 * 16
-        first = own.apart[0] - warp + m * self.tile_m + 8 * (q * len(sums) - 2) + g
+        last, gradient = own.given.table.shape[1] - 1, self.gradient_of_head(own)
+        nearest = own.apart[0] - cute.arch.thread_idx()[0] % 128 // 32 * 16 + m * self.tile_m
+        first = nearest + 8 * (q * len(sums) - 2) + ((2 * q - g) & 7)
+        address = gradient + Int64(first) * 4
         for n in cutlass.range_constexpr(len(sums)):
-            entry = cutlass.min(cutlass.max(first + 8 * n, 0), entries - 1)
-            add_to(gradient + Int64(4 * entry), sums[n])
+            add_inside(address, 32 * n, sums[n], first + 8 * n, last)
+        if nearest - 15 <= 0:
+            past = Float32(0.0)
+            for n in cutlass.range_constexpr(len(sums)):
+                past += sums[n] if first + 8 * n <= 0 else Float32(0.0)
+            self.add_past(gradient, past)
+        if nearest + self.tile_m > last:
+            past = Float32(0.0)
+            for n in cutlass.range_constexpr(len(sums)):
+                past += sums[n] if first + 8 * n >= cutlass.max(last, 1) else Float32(0.0)
+            self.add_past(gradient + Int64(last) * 4, past)
+
+    @cute.jit
+    def add_past(self, address, part):
+        """Add the warp's sum of what lies past an end of the table, or at it, to that end."""
+        total = cute.arch.warp_reduction_sum(part)
+        if cute.arch.lane_idx() == 0:
+            add_to(address, total)
 
     def along(self, r: Any, k: int, b: int) -> Any:
         """A thread's dS that are 8 k + b from its first key's first: of column k of its first key, k + 1 of its second."""

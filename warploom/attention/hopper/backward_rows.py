@@ -51,8 +51,9 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
         """Row statistics of a query tile, and zeros where its dQ will be summed up or where it is said to be there.
 
         A row that sees nothing, or is past the last one, gets an lse of +inf, which makes its P and dS 0. Under a column mask
-        a finite one that does the same, unless it holds NaN or infinity in ``q`` or dO, which the consumers then clear; and the
-        first thread block deals out the last key blocks, for which ``masked`` is what ``key_blocks`` and ``deal`` take.
+        or with a table of distances a finite one that does the same, unless it holds NaN or infinity in ``q`` or dO, which the
+        consumers then clear. Under a mask the first thread block deals out the last key blocks, for which ``masked`` is what
+        ``key_blocks`` and ``deal`` take.
         """
         tile_m, lanes = self.tile_m, 16 if self.config.head_dim_v <= 128 else 32
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
@@ -98,7 +99,7 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
                     total += a[j].to(Float32) * b[j].to(Float32)
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             unseeing = Float32.inf
-            if const_expr(self.config.columns):
+            if const_expr(q is not None):
                 unseeing = self.unseeing_level(q, dout, lse, batch, head, start + row, column, row < seqlen_q, lanes)
             if column == 0:
                 level = unseeing

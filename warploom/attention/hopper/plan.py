@@ -264,16 +264,6 @@ def pages_unchecked(problem: AttentionProblem) -> str | None:
     return "was not run on such pages on a GPU yet: ask for it by backend='hopper'"
 
 
-def table_gradient_apart(problem: AttentionProblem) -> str | None:
-    """Why a call whose table asks for a gradient is left to others unless the backend is named; or None.
-
-    The backward of a hidden key multiplies by what lies there: a NaN behind -inf in the table would reach gradients.
-    """
-    if problem.bias == "distance" and problem.bias_grad and problem.backward:
-        return "lets NaN behind -inf in a table into gradients: ask for it by backend='hopper'"
-    return None
-
-
 def invariance_refusal(problem: AttentionProblem) -> str | None:
     """Why a batch-invariant problem is not for the forward, which takes all problems of a kind or none; or None."""
     if problem.bias:
