@@ -159,8 +159,9 @@ def split_kernel(
     program = tl.program_id(1)
 
     rows = row_block * M + tl.arange(0, M)
-    t = rows // GROUP
-    head_q = head * GROUP + rows % GROUP
+    # Of one query all rows are heads. Divided by numbers that are no powers of two places would stay in registers all through.
+    t = rows // GROUP if T > 1 else tl.zeros((M,), tl.int32)
+    head_q = head * GROUP + (rows % GROUP if T > 1 else rows)
     row_live = rows < T * GROUP
     row = (batch * HEADS_KV * GROUP + head_q) * T + t
     d = tl.arange(0, D)
