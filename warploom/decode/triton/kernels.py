@@ -129,6 +129,7 @@ def split_kernel(
     LATENT: tl.constexpr,
     FINAL: tl.constexpr,
     SINGLE: tl.constexpr,
+    BY_KEYS: tl.constexpr,
     ALONE: tl.constexpr,
     UNIT: tl.constexpr,
     SHARED: tl.constexpr,
@@ -141,7 +142,8 @@ def split_kernel(
     (batch, heads_q, T, max_units, 2); with FINAL (the cache holds a single unit) the result itself. Heads vary fastest over
     programs: the heads of a token are neighbours in memory, and their programs run at once.
 
-    With SINGLE a sequence is one group, and where the keys of all sequences have programs take groups, each writes its result.
+    With BY_KEYS the keys of all sequences say whether programs take groups. With SINGLE a sequence is one group too, and where
+    programs take groups each writes its result.
 
     With ALONE every split has a loop of its own. Products of 64 rows are by wgmma, and where a branch in their loop reads or
     resets an accumulator, ptxas waits for each product before the next (its note C7515).
@@ -200,8 +202,7 @@ def split_kernel(
 
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
-    if M < 64 and not (LATENT or FP8 or HAS_LEFT or SHARED or FINAL):
-        # Others are told; those of many rows would spill more.
+    if BY_KEYS:
         grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (HEADS_KV * ROW_BLOCKS), capacity)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     begin = start + program * each * size
@@ -566,6 +567,7 @@ def merge_kernel(
     TREE: tl.constexpr,
     FINAL: tl.constexpr,
     SINGLE: tl.constexpr,
+    BY_KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Out and lse of DV columns of one row (batch, head, t) from its parts, in order; the sink joins here, once.
@@ -585,7 +587,7 @@ def merge_kernel(
             _merge_row(
                 tl.program_id(0) + past, part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr,
                 heads_q, grouped, max_units, capacity, left, right, sequences, chunk, prefix_keys, T, HEAD_DIM_V, N, DV, SPLIT,
-                MAX_SPLITS, GROUP_SPLITS, HALVED, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
+                MAX_SPLITS, GROUP_SPLITS, HALVED, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, False, PDL,
             )  # fmt: skip
         if PDL:  # noqa: SIM102 (a constexpr)
             # As above.
@@ -595,7 +597,7 @@ def merge_kernel(
         _merge_row(
             tl.program_id(0), part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr, heads_q, grouped,
             max_units, capacity, left, right, sequences, chunk, prefix_keys, T, HEAD_DIM_V, N, DV, SPLIT, MAX_SPLITS,
-            GROUP_SPLITS, HALVED, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
+            GROUP_SPLITS, HALVED, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, BY_KEYS, PDL,
         )  # fmt: skip
 
 
@@ -620,7 +622,7 @@ def _merge_row(
     left, right, sequences, chunk, prefix_keys,
     T: tl.constexpr, HEAD_DIM_V: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     GROUP_SPLITS: tl.constexpr, HALVED: tl.constexpr, LEAST: tl.constexpr, HAS_LEFT: tl.constexpr, AHEAD: tl.constexpr,
-    SINK: tl.constexpr, SHARED: tl.constexpr, TREE: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
+    SINK: tl.constexpr, SHARED: tl.constexpr, TREE: tl.constexpr, FINAL: tl.constexpr, BY_KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of `merge_kernel`."""
     batch = row // (heads_q * T)
@@ -633,7 +635,8 @@ def _merge_row(
     # Read before the wait: the split kernel let this one start only after its own wait, so the lengths are settled.
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
-    grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (heads_q * T), capacity)
+    if BY_KEYS:
+        grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (heads_q * T), capacity)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     # A group is one unit or several.
     step = tl.where(each == 1, GROUP_SPLITS, 1)

@@ -144,7 +144,7 @@ def plan(shape: Shape) -> Plan:
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
     ahead = _ahead(max_units, merge_dim) // c.group
-    split, merge = _constants(s, c, final, single, deep, pdl, least, merge_dim, ahead, blocks)
+    split, merge = _constants(s, c, final, single, grouped > 1, deep, pdl, least, merge_dim, ahead, blocks)
     rows = s.batch * s.heads_q * s.queries
     direct = s.unit > 1 and not (s.bias and s.bias.wide)
     sharing = {n: split[n] for n in _SHARE if n in split} | {"BLOCKS": blocks, "num_stages": c.stages}
@@ -282,7 +282,8 @@ def _config(s: Shape | DecodeProblem, rows: int) -> Config:
 
 
 def _constants(
-    s: Shape, c: Config, final: bool, single: bool, deep: bool, pdl: bool, least: bool, merge_dim: int, ahead: int, blocks: int
+    s: Shape, c: Config, final: bool, single: bool, by_keys: bool, deep: bool, pdl: bool, least: bool, merge_dim: int, ahead: int,
+    blocks: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs and options of the two kernels."""
     pages = _pages(s, c)
@@ -298,6 +299,7 @@ def _constants(
         "HAS_LEFT": s.left is not None,
         "SINK": s.sink is not None,
         "SINGLE": single,
+        "BY_KEYS": by_keys,
         "PDL": pdl,
     }
     if pdl:
