@@ -131,6 +131,7 @@ def split_kernel(
     SINGLE: tl.constexpr,
     BY_KEYS: tl.constexpr,
     ALONE: tl.constexpr,
+    ONCE: tl.constexpr,
     UNIT: tl.constexpr,
     SHARED: tl.constexpr,
     NARROW: tl.constexpr,
@@ -144,6 +145,9 @@ def split_kernel(
 
     With BY_KEYS the keys of all sequences say whether programs take groups. With SINGLE a sequence is one group too, and where
     programs take groups each writes its result.
+
+    With ONCE a program has one unit at the most, and one that has none goes the same way and stores nothing: what it asks for is
+    known without a branch, behind which ptxas would put some 230 instructions that need not wait for the length.
 
     With ALONE every split has a loop of its own. Products of 64 rows are by wgmma, and where a branch in their loop reads or
     resets an accumulator, ptxas waits for each product before the next (its note C7515).
@@ -165,6 +169,7 @@ def split_kernel(
     t = rows // GROUP if T > 1 else tl.zeros((M,), tl.int32)
     head_q = head * GROUP + (rows % GROUP if T > 1 else rows)
     row_live = rows < T * GROUP
+    row_seen = row_live
     row = (batch * HEADS_KV * GROUP + head_q) * T + t
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
@@ -288,10 +293,16 @@ def split_kernel(
     runs = each if ALONE else 1
     if ALONE:
         first_run, past_run, next_run = 0, tl.cdiv(tl.maximum(stop - program, 0), programs) * runs, 1
+    elif ONCE:
+        first_run, past_run, next_run = 0, 1, 1
+        row_live = row_live & (program < stop)
     else:
         first_run, past_run, next_run = program, stop, programs
     for run in range(first_run, past_run, next_run):
-        unit = program + run // runs * programs if ALONE else run
+        if ALONE:
+            unit = program + run // runs * programs
+        else:
+            unit = program if ONCE else run
         if SHARED:
             at, each = unit_splits(unit, shared, single, groups, several)
             begin = at * size
@@ -375,11 +386,11 @@ def split_kernel(
                 # A power of two may join either factor: short of fp32's ends no bit differs.
                 s = s * (q_factor * (scale * LOG2E))[:, None] if PAIRS else s * (scale * LOG2E)
             if PAIRS:
-                seen = n[None, :] < tl.where(row_live, end - tile, 0)[:, None]
+                seen = n[None, :] < tl.where(row_seen, end - tile, 0)[:, None]
                 if HAS_LEFT:
                     seen = seen & live[None, :]
             else:
-                seen = live[None, :] & row_live[:, None]
+                seen = live[None, :] & row_seen[:, None]
             if TREE_DEPTHS:
                 # Of the tree's own keys the bits know which ones the window shows.
                 band = cols[None, :] <= position[:, None] + right

@@ -141,10 +141,11 @@ def plan(shape: Shape) -> Plan:
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
     # Where sequences of one group may be taken split by split, three programs a multiprocessor end sooner than two.
     deep = (grouped > 0 and not single) or _deeper(pairs * programs, c, s)
+    once = programs >= units and c.block_m < 64 and not blocks and _at_once(s, pairs * programs)
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
     ahead = _ahead(max_units, merge_dim) // c.group
-    split, merge = _constants(s, c, final, single, grouped > 1, deep, pdl, least, merge_dim, ahead, blocks)
+    split, merge = _constants(s, c, final, single, grouped > 1, once, deep, pdl, least, merge_dim, ahead, blocks)
     rows = s.batch * s.heads_q * s.queries
     direct = s.unit > 1 and not (s.bias and s.bias.wide)
     sharing = {n: split[n] for n in _SHARE if n in split} | {"BLOCKS": blocks, "num_stages": c.stages}
@@ -175,6 +176,11 @@ def _walking(s: Shape, c: Config, pairs: int, units: int) -> int:
     if c.block_m == 64 or s.latent or s.device is None or pairs * units <= 3 * _processors(s.device):
         return units
     return -(-units * _WALKING // 8)
+
+
+def _at_once(s: Shape, programs: int) -> bool:
+    """Whether multiprocessors hold all programs, so that one without work takes no time of others."""
+    return s.device is None or programs <= 3 * _processors(s.device)
 
 
 def _ahead(units: int, merge_dim: int) -> int:
@@ -282,7 +288,7 @@ def _config(s: Shape | DecodeProblem, rows: int) -> Config:
 
 
 def _constants(
-    s: Shape, c: Config, final: bool, single: bool, by_keys: bool, deep: bool, pdl: bool, least: bool, merge_dim: int, ahead: int,
+    s: Shape, c: Config, final: bool, single: bool, by_keys: bool, once: bool, deep: bool, pdl: bool, least: bool, merge_dim: int, ahead: int,
     blocks: int,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs and options of the two kernels."""
@@ -332,6 +338,7 @@ def _constants(
         "LATENT": s.latent,
         "FINAL": final,
         "ALONE": c.block_m >= 64 and not s.latent,
+        "ONCE": once,
         "UNIT": s.unit,
         "SHARED": blocks > 0,
         "NARROW": s.narrow and (pages in (TILE_IN_PAGE, SCATTERED) or not _pairs(s)),
