@@ -141,7 +141,7 @@ def plan(shape: Shape) -> Plan:
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
     # Where sequences of one group may be taken split by split, three programs a multiprocessor end sooner than two.
     deep = (grouped > 0 and not single) or _deeper(pairs * programs, c, s)
-    once = programs >= units and c.block_m < 64 and not blocks and _at_once(s, pairs * programs)
+    once = programs >= units and c.block_m < 64 and not blocks and (units == 1 or _at_once(s, pairs * programs))
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
     ahead = _ahead(max_units, merge_dim) // c.group
