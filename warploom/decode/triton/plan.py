@@ -140,7 +140,7 @@ def plan(shape: Shape) -> Plan:
         max_units = max(max_splits, -(-halves // half))
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
     # Where sequences of one group may be taken split by split, three programs a multiprocessor end sooner than two.
-    deep = (grouped > 0 and not single) or _deeper(pairs * programs, c, s)
+    deep = (grouped > 0 and not single and not _pairs(s)) or _deeper(pairs * programs, c, s)
     once = programs >= units and c.block_m < 64 and not blocks and (units == 1 or _at_once(s, pairs * programs))
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
@@ -190,7 +190,7 @@ def _ahead(units: int, merge_dim: int) -> int:
 
 def _merge_dim(rows: int, c: Config) -> int:
     """Columns of a program of the merge, a warp: few, which read much at once, until the programs of all rows take turns."""
-    if rows >= 2048:
+    if rows >= 1024:
         return 128
     return 64 if c.block_m == 64 else 32
 
