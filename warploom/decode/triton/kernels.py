@@ -165,11 +165,10 @@ def split_kernel(
     program = tl.program_id(1)
 
     rows = row_block * M + tl.arange(0, M)
-    # Of one query all rows are heads. Divided by numbers that are no powers of two places would stay in registers all through.
+    # With one query a row is a head: no division, whose results would stay in registers all through.
     t = rows // GROUP if T > 1 else tl.zeros((M,), tl.int32)
     head_q = head * GROUP + (rows % GROUP if T > 1 else rows)
     row_live = rows < T * GROUP
-    row_seen = row_live
     row = (batch * HEADS_KV * GROUP + head_q) * T + t
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
@@ -295,9 +294,9 @@ def split_kernel(
         first_run, past_run, next_run = 0, tl.cdiv(tl.maximum(stop - program, 0), programs) * runs, 1
     elif ONCE:
         first_run, past_run, next_run = 0, 1, 1
-        row_live = row_live & (program < stop)
     else:
         first_run, past_run, next_run = program, stop, programs
+    row_kept = row_live & (program < stop) if ONCE else row_live
     for run in range(first_run, past_run, next_run):
         if ALONE:
             unit = program + run // runs * programs
@@ -386,11 +385,11 @@ def split_kernel(
                 # A power of two may join either factor: short of fp32's ends no bit differs.
                 s = s * (q_factor * (scale * LOG2E))[:, None] if PAIRS else s * (scale * LOG2E)
             if PAIRS:
-                seen = n[None, :] < tl.where(row_seen, end - tile, 0)[:, None]
+                seen = n[None, :] < tl.where(row_live, end - tile, 0)[:, None]
                 if HAS_LEFT:
                     seen = seen & live[None, :]
             else:
-                seen = live[None, :] & row_seen[:, None]
+                seen = live[None, :] & row_live[:, None]
             if TREE_DEPTHS:
                 # Of the tree's own keys the bits know which ones the window shows.
                 band = cols[None, :] <= position[:, None] + right
@@ -477,7 +476,7 @@ def split_kernel(
             if (second > 0) if BY_UNIT else pair & (end > begin + size):
                 part = tl.interleave(unit_acc[0], unit_acc[1]) if PAIRS else unit_acc[0]
                 place = row * max_units + at
-                _store_part(out_ptr, lse_ptr, place, part, unit_total, unit_top, row_live, dv, dv_live, HEAD_DIM_V)
+                _store_part(out_ptr, lse_ptr, place, part, unit_total, unit_top, row_kept, dv, dv_live, HEAD_DIM_V)
                 at += 1
                 unit_acc, unit_total, unit_top = ended(acc, total, top, PAIRS)
         if not ALONE or run % runs == runs - 1:
@@ -492,14 +491,14 @@ def split_kernel(
             if SINGLE or (FINAL and SHARED):
                 if gathered if SINGLE else shared == 0:
                     _store_result(
-                        whole_ptr, whole_lse_ptr, place_of_row, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V
+                        whole_ptr, whole_lse_ptr, place_of_row, row, part, total, top, sink, row_kept, dv, dv_live, HEAD_DIM_V
                     )
                 else:
-                    _store_part(out_ptr, lse_ptr, place, part, total, top, row_live, dv, dv_live, HEAD_DIM_V)
+                    _store_part(out_ptr, lse_ptr, place, part, total, top, row_kept, dv, dv_live, HEAD_DIM_V)
             elif FINAL:
-                _store_result(out_ptr, lse_ptr, place_of_row, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V)
+                _store_result(out_ptr, lse_ptr, place_of_row, row, part, total, top, sink, row_kept, dv, dv_live, HEAD_DIM_V)
             else:
-                _store_part(out_ptr, lse_ptr, place, part, total, top, row_live, dv, dv_live, HEAD_DIM_V)
+                _store_part(out_ptr, lse_ptr, place, part, total, top, row_kept, dv, dv_live, HEAD_DIM_V)
             if not LATENT:
                 unit_acc, unit_total, unit_top = nothing(M, DV, SLICES)
     if PDL and SHARED:  # noqa: SIM102 (a constexpr)
