@@ -87,6 +87,15 @@ class Shape(NamedTuple):
     device: int | None  # None: the interpreter
 
 
+class _Ways(NamedTuple):
+    """How programs take units, as `split_kernel` tells."""
+
+    final: bool
+    single: bool
+    by_keys: bool
+    once: bool
+
+
 @dataclass(frozen=True)
 class Plan:
     """The launches of a call."""
@@ -142,10 +151,11 @@ def plan(shape: Shape) -> Plan:
     # Where sequences of one group may be taken split by split, three programs a multiprocessor end sooner than two.
     deep = (grouped > 0 and not single and not _pairs(s)) or _deeper(pairs * programs, c, s)
     once = programs >= units and c.block_m < 64 and not blocks and (units == 1 or _at_once(s, pairs * programs))
+    ways = _Ways(final, single, grouped > 1, once)
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
     ahead = _ahead(max_units, merge_dim) // c.group
-    split, merge = _constants(s, c, final, single, grouped > 1, once, deep, pdl, least, merge_dim, ahead, blocks)
+    split, merge = _constants(s, c, ways, deep, pdl, least, merge_dim, ahead, blocks)
     rows = s.batch * s.heads_q * s.queries
     direct = s.unit > 1 and not (s.bias and s.bias.wide)
     sharing = {n: split[n] for n in _SHARE if n in split} | {"BLOCKS": blocks, "num_stages": c.stages}
@@ -288,8 +298,7 @@ def _config(s: Shape | DecodeProblem, rows: int) -> Config:
 
 
 def _constants(
-    s: Shape, c: Config, final: bool, single: bool, by_keys: bool, once: bool, deep: bool, pdl: bool, least: bool, merge_dim: int, ahead: int,
-    blocks: int,
+    s: Shape, c: Config, ways: _Ways, deep: bool, pdl: bool, least: bool, merge_dim: int, ahead: int, blocks: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Constexprs and options of the two kernels."""
     pages = _pages(s, c)
@@ -304,8 +313,8 @@ def _constants(
         "LEAST": least,
         "HAS_LEFT": s.left is not None,
         "SINK": s.sink is not None,
-        "SINGLE": single,
-        "BY_KEYS": by_keys,
+        "SINGLE": ways.single,
+        "BY_KEYS": ways.by_keys,
         "PDL": pdl,
     }
     if pdl:
@@ -336,9 +345,9 @@ def _constants(
         "PAIRS": _pairs(s),
         "BIAS": "" if s.bias is None else s.bias.kind,
         "LATENT": s.latent,
-        "FINAL": final,
+        "FINAL": ways.final,
         "ALONE": c.block_m >= 64 and not s.latent,
-        "ONCE": once,
+        "ONCE": ways.once,
         "UNIT": s.unit,
         "SHARED": blocks > 0,
         "NARROW": s.narrow and (pages in (TILE_IN_PAGE, SCATTERED) or not _pairs(s)),
@@ -348,5 +357,5 @@ def _constants(
     }
     return shared | split, shared | {
         "DV": merge_dim, "AHEAD": ahead, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0,
-        "FINAL": final and blocks > 0, "num_warps": 1,
+        "FINAL": ways.final and blocks > 0, "num_warps": 1,
     }  # fmt: skip
