@@ -146,8 +146,8 @@ def split_kernel(
     With BY_KEYS the keys of all sequences say whether programs take groups. With SINGLE a sequence is one group too, and where
     programs take groups each writes its result.
 
-    With ONCE a program has one unit at the most, and one that has none goes the same way and stores nothing: no branch lies ahead
-    of the first key, behind which ptxas would put some 230 instructions that need not wait for the length.
+    With ONCE a program has one unit at the most, and one that has none goes the same way and stores nothing: ahead of the first
+    key there is no branch, behind which ptxas would put some 230 instructions that need not wait for the length.
 
     With ALONE every split has a loop of its own. Products of 64 rows are by wgmma, and where a branch in their loop reads or
     resets an accumulator, ptxas waits for each product before the next (its note C7515).
