@@ -165,9 +165,14 @@ def split_kernel(
     program = tl.program_id(1)
 
     rows = row_block * M + tl.arange(0, M)
-    # With one query a row is a head: no division, whose results would stay in registers all through.
-    t = rows // GROUP if T > 1 else tl.zeros((M,), tl.int32)
-    head_q = head * GROUP + (rows % GROUP if T > 1 else rows)
+    # With one query a row is a head: no division, whose results would stay in registers all through. FP8 over pages is slower
+    # for it, 88 us for 85 of 16 × 8,192 on an H200.
+    if T > 1 or (PAIRS and PAGES != CONTIGUOUS):
+        t = rows // GROUP
+        head_q = head * GROUP + rows % GROUP
+    else:
+        t = tl.zeros((M,), tl.int32)
+        head_q = head * GROUP + rows
     row_live = rows < T * GROUP
     row = (batch * HEADS_KV * GROUP + head_q) * T + t
     d = tl.arange(0, D)
