@@ -207,6 +207,25 @@ def test_bits_do_not_depend_on_who_takes_whole_sequences(halved: int, monkeypatc
         assert torch.equal(out[:15], results[0][0][:15]) and torch.equal(lse[:15], results[0][1][:15]), seed
 
 
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("constants", [{}, {"halved": 128}, {"halved": 128, "crowd": 0}, {"full": 0}], ids=str)
+def test_bits_do_not_depend_on_a_loop_over_one_unit(
+    constants: dict[str, int], page_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of one unit at the most, which take it in a loop or without one; of short sequences many have none."""
+    seed = random.randrange(2**31)
+    results = []
+    for once in (True, False):
+        shrink(monkeypatch, **constants)
+        monkeypatch.setattr(plan, "_at_once", lambda s, programs, once=once: once)
+        plan.plan.cache_clear()
+        c = Case(seed, [500, 20, 0, 130], queries=2, heads_q=3, heads_kv=1, sink=True, capacity=512, page_size=page_size)
+        p = launch._plan_of(_args(c.q(), c.cache()))[0]
+        assert p.split._constants["ONCE"] == once
+        results.append(run(c, "triton"))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), seed
+
+
 @pytest.mark.parametrize("batch,programs", [(1, 16), (2, 16), (3, 10), (64, 10), (205, 9)])
 def test_first_programs_walk_two_units(batch: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a sequence's 16 splits, times a key head and the batch, are more than 36: three programs on 12 multiprocessors."""

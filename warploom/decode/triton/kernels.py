@@ -129,7 +129,9 @@ def split_kernel(
     LATENT: tl.constexpr,
     FINAL: tl.constexpr,
     SINGLE: tl.constexpr,
+    BY_KEYS: tl.constexpr,
     ALONE: tl.constexpr,
+    ONCE: tl.constexpr,
     UNIT: tl.constexpr,
     SHARED: tl.constexpr,
     NARROW: tl.constexpr,
@@ -141,7 +143,11 @@ def split_kernel(
     (batch, heads_q, T, max_units, 2); with FINAL (the cache holds a single unit) the result itself. Heads vary fastest over
     programs: the heads of a token are neighbours in memory, and their programs run at once.
 
-    With SINGLE a sequence is one group, and where the keys of all sequences have programs take groups, each writes its result.
+    With BY_KEYS the keys of all sequences say whether programs take groups. With SINGLE a sequence is one group too, and where
+    programs take groups each writes its result.
+
+    With ONCE a program has one unit at the most, and one that has none goes the same way and stores nothing: ahead of the first
+    key there is no branch, behind which ptxas would put some 230 instructions that need not wait for the length.
 
     With ALONE every split has a loop of its own. Products of 64 rows are by wgmma, and where a branch in their loop reads or
     resets an accumulator, ptxas waits for each product before the next (its note C7515).
@@ -159,8 +165,14 @@ def split_kernel(
     program = tl.program_id(1)
 
     rows = row_block * M + tl.arange(0, M)
-    t = rows // GROUP
-    head_q = head * GROUP + rows % GROUP
+    # With one query a row is a head: no division, whose results would stay in registers all through. FP8 over pages is slower
+    # for it, 88 us for 85 of 16 × 8,192 on an H200.
+    if T > 1 or (PAIRS and PAGES != CONTIGUOUS):
+        t = rows // GROUP
+        head_q = head * GROUP + rows % GROUP
+    else:
+        t = tl.zeros((M,), tl.int32)
+        head_q = head * GROUP + rows
     row_live = rows < T * GROUP
     row = (batch * HEADS_KV * GROUP + head_q) * T + t
     d = tl.arange(0, D)
@@ -199,8 +211,7 @@ def split_kernel(
 
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
-    if M < 64 and not (LATENT or FP8 or HAS_LEFT or SHARED or FINAL):
-        # Others are told; those of many rows would spill more.
+    if BY_KEYS:
         grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (HEADS_KV * ROW_BLOCKS), capacity)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     begin = start + program * each * size
@@ -286,10 +297,16 @@ def split_kernel(
     runs = each if ALONE else 1
     if ALONE:
         first_run, past_run, next_run = 0, tl.cdiv(tl.maximum(stop - program, 0), programs) * runs, 1
+    elif ONCE:
+        first_run, past_run, next_run = 0, 1, 1
     else:
         first_run, past_run, next_run = program, stop, programs
+    row_kept = row_live & (program < stop) if ONCE else row_live
     for run in range(first_run, past_run, next_run):
-        unit = program + run // runs * programs if ALONE else run
+        if ALONE:
+            unit = program + run // runs * programs
+        else:
+            unit = program if ONCE else run
         if SHARED:
             at, each = unit_splits(unit, shared, single, groups, several)
             begin = at * size
@@ -464,7 +481,7 @@ def split_kernel(
             if (second > 0) if BY_UNIT else pair & (end > begin + size):
                 part = tl.interleave(unit_acc[0], unit_acc[1]) if PAIRS else unit_acc[0]
                 place = row * max_units + at
-                _store_part(out_ptr, lse_ptr, place, part, unit_total, unit_top, row_live, dv, dv_live, HEAD_DIM_V)
+                _store_part(out_ptr, lse_ptr, place, part, unit_total, unit_top, row_kept, dv, dv_live, HEAD_DIM_V)
                 at += 1
                 unit_acc, unit_total, unit_top = ended(acc, total, top, PAIRS)
         if not ALONE or run % runs == runs - 1:
@@ -479,14 +496,14 @@ def split_kernel(
             if SINGLE or (FINAL and SHARED):
                 if gathered if SINGLE else shared == 0:
                     _store_result(
-                        whole_ptr, whole_lse_ptr, place_of_row, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V
+                        whole_ptr, whole_lse_ptr, place_of_row, row, part, total, top, sink, row_kept, dv, dv_live, HEAD_DIM_V
                     )
                 else:
-                    _store_part(out_ptr, lse_ptr, place, part, total, top, row_live, dv, dv_live, HEAD_DIM_V)
+                    _store_part(out_ptr, lse_ptr, place, part, total, top, row_kept, dv, dv_live, HEAD_DIM_V)
             elif FINAL:
-                _store_result(out_ptr, lse_ptr, place_of_row, row, part, total, top, sink, row_live, dv, dv_live, HEAD_DIM_V)
+                _store_result(out_ptr, lse_ptr, place_of_row, row, part, total, top, sink, row_kept, dv, dv_live, HEAD_DIM_V)
             else:
-                _store_part(out_ptr, lse_ptr, place, part, total, top, row_live, dv, dv_live, HEAD_DIM_V)
+                _store_part(out_ptr, lse_ptr, place, part, total, top, row_kept, dv, dv_live, HEAD_DIM_V)
             if not LATENT:
                 unit_acc, unit_total, unit_top = nothing(M, DV, SLICES)
     if PDL and SHARED:  # noqa: SIM102 (a constexpr)
@@ -565,6 +582,7 @@ def merge_kernel(
     TREE: tl.constexpr,
     FINAL: tl.constexpr,
     SINGLE: tl.constexpr,
+    BY_KEYS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Out and lse of DV columns of one row (batch, head, t) from its parts, in order; the sink joins here, once.
@@ -584,7 +602,7 @@ def merge_kernel(
             _merge_row(
                 tl.program_id(0) + past, part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr,
                 heads_q, grouped, max_units, capacity, left, right, sequences, chunk, prefix_keys, T, HEAD_DIM_V, N, DV, SPLIT,
-                MAX_SPLITS, GROUP_SPLITS, HALVED, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
+                MAX_SPLITS, GROUP_SPLITS, HALVED, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, False, PDL,
             )  # fmt: skip
         if PDL:  # noqa: SIM102 (a constexpr)
             # As above.
@@ -594,7 +612,7 @@ def merge_kernel(
         _merge_row(
             tl.program_id(0), part_out_ptr, part_lse_ptr, lengths_ptr, sink_ptr, prefix_ptr, out_ptr, lse_ptr, heads_q, grouped,
             max_units, capacity, left, right, sequences, chunk, prefix_keys, T, HEAD_DIM_V, N, DV, SPLIT, MAX_SPLITS,
-            GROUP_SPLITS, HALVED, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, PDL,
+            GROUP_SPLITS, HALVED, LEAST, HAS_LEFT, AHEAD, SINK, SHARED, TREE, FINAL, BY_KEYS, PDL,
         )  # fmt: skip
 
 
@@ -619,7 +637,7 @@ def _merge_row(
     left, right, sequences, chunk, prefix_keys,
     T: tl.constexpr, HEAD_DIM_V: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     GROUP_SPLITS: tl.constexpr, HALVED: tl.constexpr, LEAST: tl.constexpr, HAS_LEFT: tl.constexpr, AHEAD: tl.constexpr,
-    SINK: tl.constexpr, SHARED: tl.constexpr, TREE: tl.constexpr, FINAL: tl.constexpr, PDL: tl.constexpr,
+    SINK: tl.constexpr, SHARED: tl.constexpr, TREE: tl.constexpr, FINAL: tl.constexpr, BY_KEYS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row of `merge_kernel`."""
     batch = row // (heads_q * T)
@@ -632,7 +650,8 @@ def _merge_row(
     # Read before the wait: the split kernel let this one start only after its own wait, so the lengths are settled.
     length = clamp(tl.load(lengths_ptr + batch), 0, capacity)
     first, last = key_range(length, left, right, T, HAS_LEFT)
-    grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (heads_q * T), capacity)
+    if BY_KEYS:
+        grouped = takes_groups(grouped, lengths_ptr, tl.num_programs(0) // (heads_q * T), capacity)
     start, size, units, each = splits(first, last, grouped, SPLIT, MAX_SPLITS, GROUP_SPLITS, N, LEAST)
     # A group is one unit or several.
     step = tl.where(each == 1, GROUP_SPLITS, 1)
