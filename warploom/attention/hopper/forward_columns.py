@@ -202,7 +202,10 @@ class ColumnProducer(Producer):
                 bit = highest_bit(visible)
                 visible = visible ^ (Int32(1) << bit)
                 if ((words[WHOLE] >> bit) & 1) == 0:
-                    start = Int64(mask_row(words[BATCH], words[HEAD], heads, columns.bounds))
+                    row = cutlass.min(words[BATCH], columns.bounds.shape[0] - 1)
+                    if columns.bounds.shape[1] > 1:  # a division takes 200 clocks
+                        row = mask_row(words[BATCH], words[HEAD], heads, columns.bounds)
+                    start = Int64(row)
                     if const_expr(self.config.varlen):
                         start = start * (k_shape[3] - 1) + words[K_START]
                         seqlen_q, seqlen_k = words[SEQLEN_Q], words[SEQLEN_K]
@@ -241,9 +244,12 @@ class ColumnProducer(Producer):
         """Make the mask of an owner's rows in its ring; the number of the next one."""
         stage, phase = place_in_ring(number, MASK_STAGES)
         place = owner * MASK_STAGES + stage
-        cute.arch.mbarrier_wait(shared.mask_empty + place, phase ^ 1)
         own = rows.but(top=rows.top + owner * self.mask_rows)
-        self.make_mask(part, own, tile, shared.masks + place * (4 * self.mask_rows))
+        column = self.masked_column(part, tile)
+        inside, apart = own.seqlen_k - column, self.neighbours
+        limits = limits_in_tile(own.columns, own.start + column, inside, own.top, self.mask_rows, apart)
+        cute.arch.mbarrier_wait(shared.mask_empty + place, phase ^ 1)
+        self.make_mask(part, own, column, limits, shared.masks + place * (4 * self.mask_rows))
         cute.arch.mbarrier_arrive(shared.mask_full + place)
         return next_in_ring(number, MASK_STAGES)
 
@@ -264,20 +270,43 @@ class ColumnProducer(Producer):
         first, past = band_rows(self.config, here, rows.seqlen_k - rows.seqlen_q, rows.left, rows.right)
         return intervals(rows.columns, rows.start + here), first, past
 
-    @cute.jit
-    def make_mask(self, part, rows, tile, target):
-        """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad (``neighbours`` together)."""
+    def masked_column(self, part: Any, tile: Any) -> Any:
+        """The first of a lane's columns whose bits ``part`` makes; the other one is ``neighbours`` further on."""
         lane = unknown(cute.arch.lane_idx())  # what is computed of it out of the loop would be spilled
         own = self.neighbours
-        column = tile + lane // own * (4 * own) + lane % own + 2 * own * part
+        return tile + lane // own * (4 * own) + lane % own + 2 * own * part
+
+    @cute.jit
+    def make_mask(self, part, rows, column, limits, target):
+        """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad (``neighbours`` together).
+
+        Of 32 rows at a time, of which all see the same columns or each its own: where all do, the bits of a column are a
+        ballot's word.
+        """
+        lane, own = unknown(cute.arch.lane_idx()), self.neighbours
         diagonal = column - (rows.seqlen_k - rows.seqlen_q) - rows.top
-        limits = limits_in_tile(rows.columns, rows.start + column, rows.seqlen_k - column, rows.top, self.mask_rows, own)
-        for j in cutlass.range(self.mask_rows // 32, unroll=1, unroll_full=self.owners > 1):
-            words = cute.make_rmem_tensor(2, Int32)
-            for i in cutlass.range_constexpr(2):
-                words[i] = turned(shown_rows(self.config, limits[i], diagonal + own * i, 32 * j, rows.left, rows.right))
-            into = (target + (32 * j + lane) * 4 + 2 * part).align(8)
-            cute.autovec_copy(words, cute.make_tensor(into, cute.make_layout(2)))
+        blocks = self.mask_rows // 32 if const_expr(self.owners > 1) else 1  # of 32 rows, at once
+        for j in cutlass.range(self.mask_rows // 32 // blocks, unroll=1):
+            shown = cute.make_rmem_tensor((blocks, 2), Int32)
+            mixed = cutlass.Boolean(False)
+            for b in cutlass.range_constexpr(blocks):
+                for i in cutlass.range_constexpr(2):
+                    start = 32 * (blocks * j + b)
+                    shown[b, i] = shown_rows(self.config, limits[i], diagonal + own * i, start, rows.left, rows.right)
+                    mixed = mixed | ((shown[b, i] != 0) & (shown[b, i] != -1))
+            mixed = mixed & (lane < self.tile_n // 4)
+            words = cute.make_rmem_tensor((2, blocks), Int32)
+            if cute.arch.vote_any_sync(mixed):
+                for b in cutlass.range_constexpr(blocks):
+                    for i in cutlass.range_constexpr(2):
+                        words[i, b] = turned(shown[b, i])
+            else:
+                for b in cutlass.range_constexpr(blocks):
+                    for i in cutlass.range_constexpr(2):
+                        words[i, b] = cute.arch.vote_ballot_sync(shown[b, i] != 0)
+            for b in cutlass.range_constexpr(blocks):
+                into = (target + (32 * (blocks * j + b) + lane) * 4 + 2 * part).align(8)
+                cute.autovec_copy(words[None, b], cute.make_tensor(into, cute.make_layout(2)))
 
     @cute.jit
     def clear_values(self, rows, tile, values):
