@@ -222,10 +222,13 @@ class ColumnProducer(Producer):
                         right=right,
                     )
                     tile = (words[BASE] + bit) * self.tile_n
+                    column = self.masked_column(part, tile)
+                    inside, apart = seqlen_k - column, self.neighbours
+                    limits = limits_in_tile(columns, start + column, inside, rows.top, self.tile_m, apart)
                     if const_expr(self.owners > 1):
-                        masks = self.put_own_masks(part, rows, words, bit, tile, shared, masks)
+                        masks = self.put_own_masks(part, rows, words, bit, column, limits, shared, masks)
                     else:
-                        masks = self.put_mask(part, rows, tile, shared, masks, 0)
+                        masks = self.put_mask(part, rows, column, limits, shared, masks, 0)
                     if part == 0 and ((words[EDGE] >> bit) & 1) != 0:
                         cute.arch.mbarrier_wait(shared.v_landed + values, (edges >> values) & 1)
                         edges = edges ^ (Int32(1) << values)
@@ -240,27 +243,25 @@ class ColumnProducer(Producer):
             _, head, _, _, visible, _, _, _ = self.see_list(shared, stage, phase)
 
     @cute.jit
-    def put_mask(self, part, rows, tile, shared, number, owner):
+    def put_mask(self, part, rows, column, limits, shared, number, owner):
         """Make the mask of an owner's rows in its ring; the number of the next one."""
         stage, phase = place_in_ring(number, MASK_STAGES)
         place = owner * MASK_STAGES + stage
-        own = rows.but(top=rows.top + owner * self.mask_rows)
-        column = self.masked_column(part, tile)
-        inside, apart = own.seqlen_k - column, self.neighbours
-        limits = limits_in_tile(own.columns, own.start + column, inside, own.top, self.mask_rows, apart)
         cute.arch.mbarrier_wait(shared.mask_empty + place, phase ^ 1)
-        self.make_mask(part, own, column, limits, shared.masks + place * (4 * self.mask_rows))
+        first = owner * self.mask_rows
+        self.make_mask(part, rows, column, limits, first, shared.masks + place * (4 * self.mask_rows))
         cute.arch.mbarrier_arrive(shared.mask_full + place)
         return next_in_ring(number, MASK_STAGES)
 
     @cute.jit
-    def put_own_masks(self, part, rows, words, bit, tile, shared, masks):
+    def put_own_masks(self, part, rows, words, bit, column, limits, shared, masks):
         """As ``put_mask``, of each warpgroup that a tile is partial for; a word has the numbers of all."""
         for g in cutlass.range(self.owners, unroll=1):
             partial = words[self.own_at + g] & ~words[self.own_at + self.owners + g]
             if ((partial >> bit) & 1) != 0:
                 number = (masks >> (RING_BITS * g)) & ((1 << RING_BITS) - 1)
-                masks += (self.put_mask(part, rows, tile, shared, number, g) - number) << (RING_BITS * g)
+                after = self.put_mask(part, rows, column, limits, shared, number, g)
+                masks += (after - number) << (RING_BITS * g)
         return masks
 
     @cute.jit
@@ -277,22 +278,20 @@ class ColumnProducer(Producer):
         return tile + lane // own * (4 * own) + lane % own + 2 * own * part
 
     @cute.jit
-    def make_mask(self, part, rows, column, limits, target):
+    def make_mask(self, part, rows, column, limits, first, target):
         """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad (``neighbours`` together).
 
-        Of 32 rows at a time, of which all see the same columns or each its own: where all do, the bits of a column are a
-        ballot's word.
+        Of the tile's rows from ``first`` on, 32 at a time, of which all see the same columns or each its own: where all do, the
+        bits of a column are a ballot's word.
         """
-        lane, own = unknown(cute.arch.lane_idx()), self.neighbours
+        lane = unknown(cute.arch.lane_idx())
         diagonal = column - (rows.seqlen_k - rows.seqlen_q) - rows.top
         blocks = self.mask_rows // 32 if const_expr(self.owners > 1) else 1  # of 32 rows, at once
         for j in cutlass.range(self.mask_rows // 32 // blocks, unroll=1):
-            shown = cute.make_rmem_tensor((blocks, 2), Int32)
+            shown = self.shown(rows, limits, diagonal, first + 32 * blocks * j, blocks)
             mixed = cutlass.Boolean(False)
             for b in cutlass.range_constexpr(blocks):
                 for i in cutlass.range_constexpr(2):
-                    start = 32 * (blocks * j + b)
-                    shown[b, i] = shown_rows(self.config, limits[i], diagonal + own * i, start, rows.left, rows.right)
                     mixed = mixed | ((shown[b, i] != 0) & (shown[b, i] != -1))
             mixed = mixed & (lane < self.tile_n // 4)
             words = cute.make_rmem_tensor((2, blocks), Int32)
@@ -307,6 +306,28 @@ class ColumnProducer(Producer):
             for b in cutlass.range_constexpr(blocks):
                 into = (target + (32 * (blocks * j + b) + lane) * 4 + 2 * part).align(8)
                 cute.autovec_copy(words[None, b], cute.make_tensor(into, cute.make_layout(2)))
+
+    @cute.jit
+    def shown(self, rows, limits, diagonal, start, blocks):
+        """Bits of 32 rows a word: of those from the tile's row ``start`` on who sees a lane's columns, (blocks, 2)."""
+        own, left, right = self.neighbours, rows.left, rows.right
+        shown = cute.make_rmem_tensor((blocks, 2), Int32)
+        if rows.columns.present == 1:  # the first hidden row alone, as of most masks
+            for b in cutlass.range_constexpr(blocks):
+                for i in cutlass.range_constexpr(2):
+                    top, here = start + 32 * b, diagonal + own * i
+                    word = ~shifted(Int32(-1), cutlass.max((limits[i] & 0xFF) - top, 0))
+                    if const_expr(self.config.right):
+                        word = word & shifted(Int32(-1), cutlass.max(here - top - right, 0))
+                    if const_expr(self.config.left):
+                        word = word & ~shifted(Int32(-1), cutlass.max(here - top + left + 1, 0))
+                    shown[b, i] = word
+        else:
+            for b in cutlass.range_constexpr(blocks):
+                for i in cutlass.range_constexpr(2):
+                    top, here = start + 32 * b, diagonal + own * i
+                    shown[b, i] = shown_rows(self.config, limits[i], here, top, left, right)
+        return shown
 
     @cute.jit
     def clear_values(self, rows, tile, values):
