@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -54,6 +55,8 @@ def test_resources(name: str, built: Built) -> None:
     assert facts["registers"] <= 65536 // (128 * (variant.warpgroups + 1))
     listing = machine_code(cubin)
     assert "UTMALDG" in listing and "LDL" not in listing
+    # Two rows of a tile's columns a thread, of a first tile and of those behind it, hidden by units that make no maxima.
+    assert listing.count("FSEL") < variant.tile_n // 2
 
 
 class Watching(Machine):
@@ -96,8 +99,8 @@ def drawn(kind: str, seqlen_q: int, seqlen_k: int, draw: random.Random) -> Resol
     """A mask's vectors."""
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
 
-    def rows(low: int, high: int) -> torch.Tensor:
-        return torch.randint(low, high + 1, (1, 1, seqlen_k), generator=generator, dtype=torch.int32)
+    def rows(low: int, high: int, heads: int = 1) -> torch.Tensor:
+        return torch.randint(low, high + 1, (1, heads, seqlen_k), generator=generator, dtype=torch.int32)
 
     if kind == "documents":
         mask = masks.Document(lengths=[seqlen_k // 3, seqlen_k - seqlen_k // 3 - 70, 70], causal=False)
@@ -107,11 +110,16 @@ def drawn(kind: str, seqlen_q: int, seqlen_k: int, draw: random.Random) -> Resol
     if kind == "blocks":  # whole tiles are hidden, others are not touched
         lts = (torch.arange(seqlen_k) // 128 * 37 % 3 * (seqlen_q // 2)).int()[None, None]
         return ResolvedMask(None, None, lts, lts + seqlen_q // 2, None, None)
+    if kind == "own heads":
+        return ResolvedMask(None, None, rows(0, seqlen_q, 2), rows(0, seqlen_q, 2), None, None)
     four = [rows(-3, seqlen_q + 3) for _ in range(4)]
+    if kind == "alike":  # 32 rows see the same columns, but for some columns
+        some = rows(0, 200) == 0
+        four = [torch.where(some, t, t // 32 * 32).int() for t in four]
     return ResolvedMask(None, None, *four)
 
 
-@pytest.mark.parametrize("kind", ["documents", "eviction", "blocks", "four vectors"])
+@pytest.mark.parametrize("kind", ["documents", "eviction", "blocks", "four vectors", "alike", "own heads"])
 @pytest.mark.parametrize("name", CORE)
 def test_tiles_and_bits(name: str, kind: str, built: Built) -> None:
     """Hidden tiles are not multiplied, others once; the bits of partial tiles are those of the dense mask."""
@@ -126,38 +134,45 @@ def test_tiles_and_bits(name: str, kind: str, built: Built) -> None:
     machine.watch(variant)
     machine.run()
 
-    span = machine.span  # rows that are classified together
-    classes = TileClasses.of(mask, seqlen_q, seqlen_k, span, variant.tile_n, "cpu").matrix()
-    dense = torch.zeros(classes.shape[0] * span, classes.shape[1] * variant.tile_n, dtype=torch.bool)
-    dense[:seqlen_q, :seqlen_k] = visible(mask, torch.arange(seqlen_q), torch.arange(seqlen_k), seqlen_k - seqlen_q)[0, 0]
+    span, heads = machine.span, range(2)  # rows that are classified together
+    counted = TileClasses.of(mask, seqlen_q, seqlen_k, span, variant.tile_n, "cpu")
+    blocks = TileClasses.of(mask, seqlen_q, seqlen_k, span, 64, "cpu")
+    last = blocks.hidden.shape[1] - 1
+    classes, of_blocks = ([c.matrix(0, min(h, last)) for h in heads] for c in (counted, blocks))
+    tiles = range(classes[0].shape[0]), range(classes[0].shape[1])
+    dense = torch.zeros(2, len(tiles[0]) * span, len(tiles[1]) * variant.tile_n, dtype=torch.bool)
+    shown = visible(mask, torch.arange(seqlen_q), torch.arange(seqlen_k), seqlen_k - seqlen_q)[0]
+    dense[:, :seqlen_q, :seqlen_k] = shown
     # What bounds of blocks of 64 columns and of all columns of a tile say may differ: a tile is hidden only if no row sees it.
-    listed = {(row // span, first // variant.tile_n) for (row, _), first in multiplied(machine)}
+    listed = {(row // span, first // variant.tile_n, head) for (row, head), first in multiplied(machine)}
     seen = {
-        (m, n)
-        for m in range(classes.shape[0])
-        for n in range(classes.shape[1])
-        if dense[m * span : (m + 1) * span, n * variant.tile_n : (n + 1) * variant.tile_n].any()
+        (m, n, head)
+        for m, n, head in product(*tiles, heads)
+        if dense[head, m * span : (m + 1) * span, n * variant.tile_n : (n + 1) * variant.tile_n].any()
     }
-    assert seen <= listed <= {(m, n) for m, n in (classes != HIDDEN).nonzero().tolist()}
+    assert seen <= listed <= {(m, n, head) for m, n, head in product(*tiles, heads) if classes[head][m, n] != HIDDEN}
     assert sorted(multiplied(machine)) == sorted(
-        ((m * span + 64 * g, head), n * variant.tile_n) for m, n in listed for g in range(span // 64) for head in range(2)
+        ((m * span + 64 * g, head), n * variant.tile_n) for m, n, head in listed for g in range(span // 64)
     )
-    blocks = TileClasses.of(mask, seqlen_q, seqlen_k, span, 64, "cpu").matrix()
     each, columns = variant.tile_n // 64, variant.tile_n // 4
-    plain = {(m, n) for m, n in listed if (n + 1) * variant.tile_n <= seqlen_k and (blocks[m, n * each :][:each] == FULL).all()}
+    plain = {
+        (m, n, head)
+        for m, n, head in listed
+        if (n + 1) * variant.tile_n <= seqlen_k and (of_blocks[head][m, n * each :][:each] == FULL).all()
+    }
     for owner in range(variant.tile_m // span):
-        own = sorted({m for m, _ in listed if m % (variant.tile_m // span) == owner}, reverse=True)
-        partial = [(m, n) for m in own for _ in range(2) for n in _of(listed, m) if (m, n) not in plain]
+        own = sorted({m for m, _, _ in listed if m % (variant.tile_m // span) == owner}, reverse=True)
+        partial = [(m, n, head) for m in own for head in heads for n in _of(listed, m, head) if (m, n, head) not in plain]
         read = {key: words for key, words in machine.read.items() if key[1] // span == owner}
         assert {len(words) for words in read.values()} == ({len(partial)} if partial else set())
-        for i, (m, n) in enumerate(partial):
-            part = dense[m * span : (m + 1) * span, n * variant.tile_n : (n + 1) * variant.tile_n]
+        for i, (m, n, head) in enumerate(partial):
+            part = dense[head, m * span : (m + 1) * span, n * variant.tile_n : (n + 1) * variant.tile_n]
             for (_, row, lane_of_quad), words in read.items():
                 row %= span
                 mine = [8 * (c // 2) + 2 * lane_of_quad + c % 2 for c in range(columns)]
                 if m * span + row < seqlen_q:
                     assert [words[i] >> c & 1 for c in range(columns)] == part[row, mine].int().tolist(), (m, n, row)
-    assert all(dense[m * span : seqlen_q, n * variant.tile_n :][:span, : variant.tile_n].all() for m, n in plain)
+    assert all(dense[head, m * span : seqlen_q, n * variant.tile_n :][:span, : variant.tile_n].all() for m, n, head in plain)
 
 
 @pytest.mark.parametrize("counts", [(150, 100, 20), (20, 100, 150), (20, 100, 20)])
@@ -228,9 +243,9 @@ def test_a_tile_is_claimed_before_the_last_keys_of_the_one_before(built: Built) 
     machine.check(variant, [n_blocks] * (3 * 2))
 
 
-def _of(listed: set[tuple[int, int]], m: int) -> list[int]:
-    """Key tiles of a query tile, in the order of the walk."""
-    return sorted((n for row, n in listed if row == m), reverse=True)
+def _of(listed: set[tuple[int, int, int]], m: int, head: int) -> list[int]:
+    """Key tiles of a head's query tile, in the order of the walk."""
+    return sorted((n for row, n, of in listed if (row, of) == (m, head)), reverse=True)
 
 
 @pytest.mark.parametrize("name", ["head_dim 128, causal", "head_dim 64"])

@@ -53,6 +53,20 @@ def test_vectors(causal: bool, names: tuple[str, ...], dims: tuple[int, int]) ->
         check(Call(number, device="cuda", dtype=torch.bfloat16, keywords=given(mask), **shape, **dim), "hopper")
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("step", [16, 32, 64])
+def test_rows_that_see_the_same_columns(step: int, dim: int) -> None:
+    """Intervals begin and end at multiples of so many rows, but for some columns."""
+    number = seed()
+    for heads, names in ((1, ("lts",)), (6, ("lts", "lte", "uts", "ute"))):
+        mask = vectors(number, 2, heads, 417, 530, *names)
+        some = torch.rand(530, generator=torch.Generator().manual_seed(number)).to("cuda") < 0.01
+        alike = [torch.where(some, t, t // step * step) for t in (getattr(mask, name) for name in names)]
+        mask = ColumnMask(*alike)
+        shape = {"seqlen_q": 417, "seqlen_k": 530, "heads_q": 6, "heads_kv": 2, "head_dim": dim, "head_dim_v": dim}
+        check(Call(number, device="cuda", dtype=torch.bfloat16, keywords=given(mask), **shape), "hopper")
+
+
 @pytest.mark.parametrize("keywords", [{"window": (70, 30)}, {"window": (40, None)}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_with_bands_and_features(keywords: dict[str, Any], dim: int) -> None:
@@ -110,10 +124,31 @@ def test_more_lists_than_one_look_finds(dim: int) -> None:
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_columns_that_no_row_sees(bad: float, dim: int) -> None:
+@pytest.mark.parametrize("step", [1, 64])
+def test_keys_that_some_rows_see(step: int, bad: float, dim: int) -> None:
+    """Those rows are NaN, and none of other query tiles, whether rows see the same columns or each its own."""
     n = 777
     q, k, v = drawn(2, n, 4, 2, dim)
-    lts = torch.randint(1, n + 1, (2, 2, n), device="cuda", dtype=torch.int32)
+    lts = torch.randint(1, n + 1, (2, 1, n), device="cuda", dtype=torch.int32) // step * step
+    some = torch.rand(2, n, device="cuda") < 0.05
+    lts[some[:, None]] = torch.randint(1, 321, (int(some.sum()),), device="cuda", dtype=torch.int32) // step * step
+    mask = ColumnMask(lts)
+    clean, clean_lse = attend(q, k, v, mask, return_lse=True)
+    k[some] = bad
+    out, lse = attend(q, k, v, mask, return_lse=True)
+    assert torch.equal(out[:, 384:], clean[:, 384:]) and torch.equal(lse[..., 384:], clean_lse[..., 384:])
+    if bad != bad:
+        seen = (lts[:, 0, None, :] > torch.arange(n, device="cuda")[:, None]) & some[:, None, :]
+        assert out[seen.any(-1)].isnan().all()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("step", [1, 64])
+def test_columns_that_no_row_sees(step: int, bad: float, dim: int) -> None:
+    n = 777
+    q, k, v = drawn(2, n, 4, 2, dim)
+    lts = torch.randint(1, n // step + 1, (2, 2, n), device="cuda", dtype=torch.int32) * step
     dead = torch.rand(2, 2, n, device="cuda") < 0.1
     lts[dead] = 0
     mask = ColumnMask(lts)

@@ -19,7 +19,7 @@ _COMMON = (
     "runtime/compile.py",
 )
 _PARTS_OF_FORWARD = "base", "lists", "producer", "pages", "shares", "bias", "distances", "consumers", "columns", "merge"
-_FORWARD = ("forward", "forward_apart", *(f"forward_{part}" for part in _PARTS_OF_FORWARD))
+_FORWARD = ("forward", "forward_apart", "forward_hidden", *(f"forward_{part}" for part in _PARTS_OF_FORWARD))
 SOURCES = (
     *_COMMON,
     *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns", "distances", "memory")),

@@ -202,7 +202,10 @@ class ColumnProducer(Producer):
                 bit = highest_bit(visible)
                 visible = visible ^ (Int32(1) << bit)
                 if ((words[WHOLE] >> bit) & 1) == 0:
-                    start = Int64(mask_row(words[BATCH], words[HEAD], heads, columns.bounds))
+                    row = cutlass.min(words[BATCH], columns.bounds.shape[0] - 1)
+                    if columns.bounds.shape[1] > 1:  # a division takes 200 clocks
+                        row = mask_row(words[BATCH], words[HEAD], heads, columns.bounds)
+                    start = Int64(row)
                     if const_expr(self.config.varlen):
                         start = start * (k_shape[3] - 1) + words[K_START]
                         seqlen_q, seqlen_k = words[SEQLEN_Q], words[SEQLEN_K]
@@ -219,10 +222,13 @@ class ColumnProducer(Producer):
                         right=right,
                     )
                     tile = (words[BASE] + bit) * self.tile_n
+                    column = self.masked_column(part, tile)
+                    inside, apart = seqlen_k - column, self.neighbours
+                    limits = limits_in_tile(columns, start + column, inside, rows.top, self.tile_m, apart)
                     if const_expr(self.owners > 1):
-                        masks = self.put_own_masks(part, rows, words, bit, tile, shared, masks)
+                        masks = self.put_own_masks(part, rows, words, bit, column, limits, shared, masks)
                     else:
-                        masks = self.put_mask(part, rows, tile, shared, masks, 0)
+                        masks = self.put_mask(part, rows, column, limits, shared, masks, 0)
                     if part == 0 and ((words[EDGE] >> bit) & 1) != 0:
                         cute.arch.mbarrier_wait(shared.v_landed + values, (edges >> values) & 1)
                         edges = edges ^ (Int32(1) << values)
@@ -237,24 +243,25 @@ class ColumnProducer(Producer):
             _, head, _, _, visible, _, _, _ = self.see_list(shared, stage, phase)
 
     @cute.jit
-    def put_mask(self, part, rows, tile, shared, number, owner):
+    def put_mask(self, part, rows, column, limits, shared, number, owner):
         """Make the mask of an owner's rows in its ring; the number of the next one."""
         stage, phase = place_in_ring(number, MASK_STAGES)
         place = owner * MASK_STAGES + stage
         cute.arch.mbarrier_wait(shared.mask_empty + place, phase ^ 1)
-        own = rows.but(top=rows.top + owner * self.mask_rows)
-        self.make_mask(part, own, tile, shared.masks + place * (4 * self.mask_rows))
+        first = owner * self.mask_rows
+        self.make_mask(part, rows, column, limits, first, shared.masks + place * (4 * self.mask_rows))
         cute.arch.mbarrier_arrive(shared.mask_full + place)
         return next_in_ring(number, MASK_STAGES)
 
     @cute.jit
-    def put_own_masks(self, part, rows, words, bit, tile, shared, masks):
+    def put_own_masks(self, part, rows, words, bit, column, limits, shared, masks):
         """As ``put_mask``, of each warpgroup that a tile is partial for; a word has the numbers of all."""
         for g in cutlass.range(self.owners, unroll=1):
             partial = words[self.own_at + g] & ~words[self.own_at + self.owners + g]
             if ((partial >> bit) & 1) != 0:
                 number = (masks >> (RING_BITS * g)) & ((1 << RING_BITS) - 1)
-                masks += (self.put_mask(part, rows, tile, shared, number, g) - number) << (RING_BITS * g)
+                after = self.put_mask(part, rows, column, limits, shared, number, g)
+                masks += (after - number) << (RING_BITS * g)
         return masks
 
     @cute.jit
@@ -264,20 +271,63 @@ class ColumnProducer(Producer):
         first, past = band_rows(self.config, here, rows.seqlen_k - rows.seqlen_q, rows.left, rows.right)
         return intervals(rows.columns, rows.start + here), first, past
 
-    @cute.jit
-    def make_mask(self, part, rows, tile, target):
-        """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad (``neighbours`` together)."""
+    def masked_column(self, part: Any, tile: Any) -> Any:
+        """The first of a lane's columns whose bits ``part`` makes; the other one is ``neighbours`` further on."""
         lane = unknown(cute.arch.lane_idx())  # what is computed of it out of the loop would be spilled
         own = self.neighbours
-        column = tile + lane // own * (4 * own) + lane % own + 2 * own * part
+        return tile + lane // own * (4 * own) + lane % own + 2 * own * part
+
+    @cute.jit
+    def make_mask(self, part, rows, column, limits, first, target):
+        """Bit c of word (row, i): whether the row sees the c-th column of lane i of a quad (``neighbours`` together).
+
+        Of the tile's rows from ``first`` on, 32 at a time, of which all see the same columns or each its own: where all do, the
+        bits of a column are a ballot's word.
+        """
+        lane = unknown(cute.arch.lane_idx())
         diagonal = column - (rows.seqlen_k - rows.seqlen_q) - rows.top
-        limits = limits_in_tile(rows.columns, rows.start + column, rows.seqlen_k - column, rows.top, self.mask_rows, own)
-        for j in cutlass.range(self.mask_rows // 32, unroll=1, unroll_full=self.owners > 1):
-            words = cute.make_rmem_tensor(2, Int32)
-            for i in cutlass.range_constexpr(2):
-                words[i] = turned(shown_rows(self.config, limits[i], diagonal + own * i, 32 * j, rows.left, rows.right))
-            into = (target + (32 * j + lane) * 4 + 2 * part).align(8)
-            cute.autovec_copy(words, cute.make_tensor(into, cute.make_layout(2)))
+        blocks = self.mask_rows // 32 if const_expr(self.owners > 1) else 1  # of 32 rows, at once
+        for j in cutlass.range(self.mask_rows // 32 // blocks, unroll=1):
+            shown = self.shown(rows, limits, diagonal, first + 32 * blocks * j, blocks)
+            mixed = cutlass.Boolean(False)
+            for b in cutlass.range_constexpr(blocks):
+                for i in cutlass.range_constexpr(2):
+                    mixed = mixed | ((shown[b, i] != 0) & (shown[b, i] != -1))
+            mixed = mixed & (lane < self.tile_n // 4)
+            words = cute.make_rmem_tensor((2, blocks), Int32)
+            if cute.arch.vote_any_sync(mixed):
+                for b in cutlass.range_constexpr(blocks):
+                    for i in cutlass.range_constexpr(2):
+                        words[i, b] = turned(shown[b, i])
+            else:
+                for b in cutlass.range_constexpr(blocks):
+                    for i in cutlass.range_constexpr(2):
+                        words[i, b] = cute.arch.vote_ballot_sync(shown[b, i] != 0)
+            for b in cutlass.range_constexpr(blocks):
+                into = (target + (32 * (blocks * j + b) + lane) * 4 + 2 * part).align(8)
+                cute.autovec_copy(words[None, b], cute.make_tensor(into, cute.make_layout(2)))
+
+    @cute.jit
+    def shown(self, rows, limits, diagonal, start, blocks):
+        """Bits of 32 rows a word: of those from the tile's row ``start`` on who sees a lane's columns, (blocks, 2)."""
+        own, left, right = self.neighbours, rows.left, rows.right
+        shown = cute.make_rmem_tensor((blocks, 2), Int32)
+        if rows.columns.present == 1:  # the first hidden row alone, as of most masks
+            for b in cutlass.range_constexpr(blocks):
+                for i in cutlass.range_constexpr(2):
+                    top, here = start + 32 * b, diagonal + own * i
+                    word = ~shifted(Int32(-1), cutlass.max((limits[i] & 0xFF) - top, 0))
+                    if const_expr(self.config.right):
+                        word = word & shifted(Int32(-1), cutlass.max(here - top - right, 0))
+                    if const_expr(self.config.left):
+                        word = word & ~shifted(Int32(-1), cutlass.max(here - top + left + 1, 0))
+                    shown[b, i] = word
+        else:
+            for b in cutlass.range_constexpr(blocks):
+                for i in cutlass.range_constexpr(2):
+                    top, here = start + 32 * b, diagonal + own * i
+                    shown[b, i] = shown_rows(self.config, limits[i], here, top, left, right)
+        return shown
 
     @cute.jit
     def clear_values(self, rows, tile, values):

@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from warploom.attention.hopper.forward_base import MASK_STAGES, ForwardShared
 from warploom.attention.hopper.forward_bias import BiasedScores
 from warploom.attention.hopper.forward_distances import FAR_LEFT, FAR_RIGHT, NEAR, DistanceScores
+from warploom.attention.hopper.forward_hidden import if_shown
 from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.barriers import ForwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
@@ -440,7 +441,7 @@ class Consumers(BiasedScores, DistanceScores):
         elif const_expr(apart):
             parts = [work.distances.right[0]] * 2
         if const_expr(masked and self.config.columns):
-            self.apply_mask(rows, work.mask_words)
+            self.apply_mask(work)
         elif const_expr(masked):
             self.mask(rows, work.limits, n, work.mask_words if const_expr(self.reads_distances) else None)
         offsets = cute.make_rmem_tensor(2, Float32)
@@ -526,15 +527,13 @@ class Consumers(BiasedScores, DistanceScores):
         ring[0], ring[1] = advance(ring[0], ring[1], MASK_STAGES)
 
     @cute.jit
-    def apply_mask(self, rows, words):
+    def apply_mask(self, work):
         """Hide the columns whose bits are 0."""
-        columns = self.tile_n // 4
+        rows, words, columns = work.rows_s, work.mask_words, self.tile_n // 4
         for r in cutlass.range_constexpr(2):
-            for start in cutlass.range_constexpr(0, columns, MASK_BITS):
-                shown = words[r] >> start
-                for c in cutlass.range_constexpr(start, min(start + MASK_BITS, columns)):
-                    at = self.element(c)
-                    rows[r, at] = rows[r, at] if cutlass.Boolean(shown & (1 << (c - start))) else -Float32.inf
+            for c in cutlass.range_constexpr(columns):
+                at = self.element(c)
+                rows[r, at] = if_shown(rows[r, at], words[r], c, work.mask_ring[0], r * columns + c)
 
     def element(self, c: int) -> int:
         """Where the ``c``-th of a thread's columns stands in its row of the accumulator."""

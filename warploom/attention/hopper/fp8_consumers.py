@@ -241,7 +241,7 @@ class Fp8Consumers(ColumnConsumers):
                 work.acc_s[i] = capped(work.acc_s[i], work.multiplier, cap_in)
             scale = Float32(1.0)
         if const_expr(masked and self.config.columns):
-            self.apply_mask(rows, work.mask_words)
+            self.apply_mask(work)
         elif const_expr(masked):
             self.mask(rows, work.limits, n)
         # With one level V's scale cannot be multiplied in behind a PV: it is part of P.
