@@ -208,7 +208,8 @@ def test_named_set_has_every_variant_of_a_call() -> None:
             assert set(configs(width(*dims), *kind)) <= set(named_set())
     for cut, a_head, dim in ((False, False, 128), (False, True, 64), (True, False, 64), (True, True, 64)):
         found = configs(dim, False, True, a_head, cut, True)
-        assert set(found) <= set(named_set()) and [variant.terms for variant in found] == [False, True, True, False]
+        assert set(found) <= set(named_set()) and [variant.terms for variant in found] == [False, True, True, False][: len(found)]
+        assert [variant.paired for variant in found] == ([False, False, True] if dim == 128 else [False] * 4)
         assert {variant.cut for variant in found} == {cut}
     for kind in ((False, False), (False, True), (False, True, True)):
         assert set(configs(width(72, 64), *kind)) <= set(named_set())

@@ -27,7 +27,8 @@ from tests.plain import parameters
 from warploom.linear import hopper, registry, triton  # noqa: F401  (registry fills the dispatch list)
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.hopper import run
-from warploom.linear.hopper.plan import config
+from warploom.linear.hopper.config import WalkConfig
+from warploom.linear.hopper.plan import config, configs
 from warploom.linear.problem import LinearCall
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
@@ -40,6 +41,8 @@ PLAIN: dict[str, Any] = {"map_q": "identity", "map_k": "identity", "normalize": 
 def walk(spec: ModuleSpec) -> Callable[..., None]:
     """The sum by its definition, held to the kernel's signature and to what it can read."""
     variant = dict(spec.config)
+    if variant["paired"]:
+        return pair(WalkConfig(**variant))
 
     def call(
         a: Tensor,
@@ -105,6 +108,29 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
             assert x.shape == c.shape
             readable(x)
             leave_terms(variant, scores, x.double(), c.double(), dots, totals)
+
+    return call
+
+
+def pair(variant: WalkConfig) -> Callable[..., None]:
+    """Both walks of a pair."""
+    of_keys, of_values = (walk(replace(each, paired=False).spec) for each in (variant, variant.beside))
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        weights: Tensor,
+        logs: Tensor | None,
+        dots: Tensor,
+        totals: Tensor,
+        scale: float,
+    ) -> None:
+        of_keys(v, dout, q, dk, weights, None, None, None, logs, k, dots, totals, scale)
+        of_values(k, q, dout, dv, weights, None, None, None, None, None, None, None, scale)
 
     return call
 
@@ -193,6 +219,8 @@ def test_the_walk_in_python_takes_what_the_compiled_one_takes() -> None:
     """By position: else what the host hands over in a wrong order would be right here."""
     stand_in = list(inspect.signature(walk(config(256).spec)).parameters)
     assert [*stand_in, "stream"] == parameters("linear/hopper/walk.py", "Walk.__call__")
+    stand_in = list(inspect.signature(walk(configs(128, False, True, logs=True)[-1].spec)).parameters)
+    assert [*stand_in, "stream"] == parameters("linear/hopper/walk_pair.py", "Pair.__call__")
 
 
 @pytest.mark.parametrize("dims", [(64, 136), (200, 72), (256, 256), (72, 128)])

@@ -22,6 +22,8 @@ WIDTHS = tuple(TILES)
 # Of walks that leave what the gradient of logs is made of, whose blocks have all of a head's columns: a ring more. c has as
 # many stages as a, since scores wait for both.
 TERMS: dict[int, dict[str, Any]] = {64: {}, 128: {"stages": 3, "c_stages": 3}}
+# Of them those whose walks of dk and dv run side by side: memory is what each waits for. At 64 dims it is not.
+PAIRED = frozenset({128})
 # Of the larger head dim: with a denominator, without one, and with a decay; and of the smaller one. Below, Triton holds the
 # whole state. 8 × 16 heads of 2048 tokens on an H200: 128 dims 67 us, Triton 78; 64 dims 35 and 36, with a decay 35 and 44, as
 # it costs Triton's chain of products a passage of the keys through registers and shared memory, the walks nothing that waits.
@@ -95,6 +97,8 @@ def configs(
     if not normalize:
         kind = {"fading": fading, "a_head": a_head, "cut": cut}
         forward, reverse = config(width, **kind), config(width, reverse=True, **kind)
+        if logs and width in PAIRED:
+            return forward, config(width, **kind, terms=True), config(width, reverse=True, **kind, terms=True, paired=True)
         if logs and width in TERMS:
             return forward, config(width, **kind, terms=True), config(width, reverse=True, **kind, terms=True), reverse
         return forward, forward, reverse, reverse

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from warploom.linear.hopper.cut import bind_states, gradient_states
 from warploom.linear.hopper.log_gradients import Terms, log_gradients
-from warploom.linear.hopper.plan import config, width
+from warploom.linear.hopper.plan import PAIRED, config, width
 from warploom.linear.hopper.rows import bind_sums, denominators, mapped, mapped_and_sums, queries_gradient, through
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
@@ -130,8 +130,9 @@ def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Te
     chunk, decay_grad = config(tile).chunk, call.decay_grad
     kind = {**_fading(call), "cut": segments > 1}
     asked = {**kind, "terms": decay_grad}
-    features = asked, {**asked, "reverse": True}, {**kind, "reverse": True}
-    functions = [_function(tile, **each) for each in features]
+    paired = decay_grad and tile in PAIRED
+    features = asked, {**asked, "reverse": True, "paired": paired}, {**kind, "reverse": True}
+    functions = [_function(tile, **each) for each in (features[:2] if paired else features)]
     configs = [config(tile, **each) for each in features]
     weigh = _weigh(call, segments, chunk)
     # The first sums the logs. Behind that of keys each begins where the one before ended, whose tensors L2 still has a part of.
@@ -153,9 +154,13 @@ def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Te
                 terms = [Terms.of(each, q) for each in configs[:2]]
                 left[:2] = (q, *terms[0]), (k, *terms[1])
             tensors = (dout, v, k, dq), (v, dout, q, dk), (k, q, dout, dv)
-            for i in order:
-                functions[i](*tensors[i], weights, None, *before[i], logs, *left[i], scale)
-                logs = None
+            if paired:
+                functions[1](q, k, v, dout, dk, dv, weights, logs, *terms[1], scale)
+                functions[0](*tensors[0], weights, None, *before[0], None, *left[0], scale)
+            else:
+                for i in order:
+                    functions[i](*tensors[i], weights, None, *before[i], logs, *left[i], scale)
+                    logs = None
             if decay_grad and decay is not None:
                 ddecay = log_gradients(terms[0], terms[1], decay.expand(k.shape[:3]), chunk, scale)
                 ddecay = ddecay.sum((0, 1)) if decay.ndim == 1 else ddecay
