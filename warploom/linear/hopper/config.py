@@ -64,6 +64,20 @@ class WalkConfig:
         return self.terms and not self.reverse
 
     @property
+    def first(self) -> bool:
+        """Whether it is the first walk of a pass that finds the gradient of logs, and waits for what comes before it."""
+        return self.terms and self.reverse
+
+    @property
+    def early(self) -> bool:
+        """Whether it may begin before the kernel before it ends, of a pass that finds the gradient of logs.
+
+        But for the first such a walk needs nothing of the walks before it, which are under way once all before them has ended;
+        it waits for them at its end, so that what comes behind it may read what they leave.
+        """
+        return self.terms or (self.cut and self.reverse)
+
+    @property
     def in_step(self) -> int:
         """Blocks of a cluster that wait for each other before a stage of a is filled again."""
         return 2 if self.paired else self.cluster

@@ -92,6 +92,7 @@ class Walk(Producer, Consumers, Sums):
             block=[(2 + config.groups) * WARPGROUP, 1, 1],
             cluster=[config.cluster, 1, 1],
             stream=stream,
+            use_pdl=config.early,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -151,11 +152,22 @@ class Walk(Producer, Consumers, Sums):
 
         shared = self.share(layout_ab, layout_boxes, layout_c, layout_p, layout_out)
         self.init_barriers(warp, shared)
+        self.begin_early()
         self.play(
             warp, cute.arch.block_idx()[0], shared, (a, b, c, out, x), (tma_a, tma_b, tma_c, tma_x, tma_out),
             (mma_scores, mma_inter, mma_intra, mma_update), weights, bias, states, fades, (dots, totals), scale,
         )  # fmt: skip
         meet(config.in_step)  # other blocks may still come to this one's barriers
+        if const_expr(config.early and not config.first):
+            cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def begin_early(self):
+        """Let the next kernel begin, once what this one needs is there."""
+        if const_expr(self.config.first):
+            cute.arch.griddepcontrol_wait()
+        if const_expr(self.config.early):
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def share(self, layout_ab, layout_boxes, layout_c, layout_p, layout_out):

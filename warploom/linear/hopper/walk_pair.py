@@ -72,6 +72,7 @@ class Pair(Walk):
             block=[(2 + config.groups) * WARPGROUP, 1, 1],
             cluster=[2, 1, 1],
             stream=stream,
+            use_pdl=config.early,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -110,6 +111,7 @@ class Pair(Walk):
                 cpasync.prefetch_descriptor(atom)
         shared = self.share(layout_ab, layout_boxes, layout_c, layout_p, layout_out)
         self.init_barriers(warp, shared)
+        self.begin_early()
         products = (mma_scores, mma_inter, mma_intra, mma_update)
         index = cute.arch.block_idx()[0]
         if index % 2 == 0:
