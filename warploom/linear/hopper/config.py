@@ -70,12 +70,17 @@ class WalkConfig:
 
     @property
     def early(self) -> bool:
-        """Whether it may begin before the kernel before it ends, of a pass that finds the gradient of logs.
+        """Whether the kernel behind it may begin before it ends, of a pass that finds the gradient of logs.
 
         But for the first such a walk needs nothing of the walks before it, which are under way once all before them has ended;
         it waits for them at its end, so that what comes behind it may read what they leave.
         """
         return self.terms or (self.cut and self.reverse)
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether it begins before the kernel before it ends, which is the pass's own."""
+        return self.early and not (self.first and self.a_head and not self.cut)
 
     @property
     def in_step(self) -> int:

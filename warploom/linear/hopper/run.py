@@ -12,7 +12,7 @@ from torch import Tensor
 
 from warploom.linear.hopper.cut import bind_states, gradient_states
 from warploom.linear.hopper.log_gradients import Terms, log_gradients
-from warploom.linear.hopper.plan import PAIRED, config, width
+from warploom.linear.hopper.plan import config, width
 from warploom.linear.hopper.rows import bind_sums, denominators, mapped, mapped_and_sums, queries_gradient, through
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
@@ -90,12 +90,15 @@ def _weigh(call: LinearCall, segments: int, chunk: int) -> Callable[..., tuple[T
 
 
 def backward(
-    call: LinearCall, dout: Tensor, norm: Tensor | None, segments: int
+    call: LinearCall, dout: Tensor, norm: Tensor | None, segments: int, paired: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and the decay's gradient where it asks for one; sequences are cut into so many segments."""
+    """dq, dk, dv and the decay's gradient where it asks for one; sequences are cut into so many segments.
+
+    ``paired``: walks of dk and dv run side by side.
+    """
     q, k, v, dout = (aligned(t) for t in (call.q, call.k, call.v, dout))
     if norm is None:
-        return _backward(call, segments)(dout, q, k, v, call.decay)
+        return _backward(call, segments, paired)(dout, q, k, v, call.decay)
     with on_device(q):
         q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         weights = norm.contiguous().reciprocal()
@@ -105,11 +108,13 @@ def backward(
         return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True), None
 
 
-def bind_backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
+def bind_backward(
+    call: LinearCall, segments: int, paired: bool = False
+) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
     """What launches further backward passes of this kind, without gradients of states; see `warploom.linear.backend`."""
     if call.normalize or not all(stepped(t) for t in (call.q, call.k, call.v)):
         return None
-    launch = _backward(call, segments)
+    launch = _backward(call, segments, paired)
 
     def run(
         dout: Tensor, norm: None, ds: None, dz: None, q: Tensor, k: Tensor, v: Tensor, s: None, z: None, decay: Tensor | None,
@@ -123,14 +128,15 @@ def bind_backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor
     return run
 
 
-def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+def _backward(
+    call: LinearCall, segments: int, paired: bool
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """What launches the three walks of a call without a denominator, and all around them, by dout, q, k, v and decay."""
     likes = [like(t.shape, t.dtype, t.device) for t in (call.q, call.k, call.v)]
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
     chunk, decay_grad = config(tile).chunk, call.decay_grad
     kind = {**_fading(call), "cut": segments > 1}
     asked = {**kind, "terms": decay_grad}
-    paired = decay_grad and tile in PAIRED
     features = asked, {**asked, "reverse": True, "paired": paired}, {**kind, "reverse": True}
     functions = [_function(tile, **each) for each in (features[:2] if paired else features)]
     configs = [config(tile, **each) for each in features]

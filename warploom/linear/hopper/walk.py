@@ -92,7 +92,7 @@ class Walk(Producer, Consumers, Sums):
             block=[(2 + config.groups) * WARPGROUP, 1, 1],
             cluster=[config.cluster, 1, 1],
             stream=stream,
-            use_pdl=config.early,
+            use_pdl=config.begins_early,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
