@@ -48,10 +48,10 @@ def put_transposed(address: Any, fragment: list[Any], lane: Any) -> None:
                 store_shared(base, ((8 * n + e) * PITCH + 8 * r) * 4, [fragment[4 * n + 2 * r + e]])
 
 
-def inverses(address: Any, lane: Any) -> list[Any]:
+def inverses(address: Any, lane: Any) -> None:
     """In place of two blocks that ``put_transposed`` left one after the other, their inverses, transposed.
 
-    The lower triangles below the diagonals are read, the rest is taken for the unit matrix. Returns a column of one of them.
+    The lower triangles below the diagonals are read, the rest is taken for the unit matrix.
     """
     base = address + lane // 16 * BLOCK_BYTES
     x: list[Any] = [Float32(0.0) for _ in range(16)]
@@ -64,30 +64,27 @@ def inverses(address: Any, lane: Any) -> list[Any]:
             for i in range(max(4 * m, j + 1), 4 * m + 4):
                 x[i] = x[i] - four[i - 4 * m] * x[j]
     cute.arch.sync_warp()
-    put_column(address, x, lane)
-    cute.arch.sync_warp()
-    return x
-
-
-def put_column(address: Any, x: list[Any], lane: Any) -> None:
-    """A lane's column of one of two blocks, as a row of PITCH."""
-    own = address + lane // 16 * BLOCK_BYTES + lane % 16 * (PITCH * 4)
+    own = base + column * (PITCH * 4)
     for m in range(4):
         store_shared(own, 16 * m, x[4 * m : 4 * m + 4])
+    cute.arch.sync_warp()
 
 
-def carried(x: list[Any], fade: Any, lane: Any) -> list[Any]:
-    """A lane's column rounded to bf16, each number with what rounding left of those above it.
+def carry(address: Any, fade: Any, lane: Any) -> None:
+    """In place of what ``inverses`` left, its numbers in bf16, each with what rounding left of those above it in its column.
 
-    ``fade``: the decay from the row before to row lane % 16 of the lane's block. A number that has none above it but the
-    diagonal's 1 is rounded as it is.
+    ``fade``: the decay from the row before to row lane % 16 of the lane's block.
     """
-    found, left = x[:1], Float32(0.0)
-    for i in range(1, 16):
-        given = x[i] + left * cute.arch.shuffle_sync(fade, lane // 16 * 16 + i)
-        found.append(from_bfloat16(pack16(given, Float32(0.0), cutlass.BFloat16), 0))
-        left = given - found[i]
-    return found
+    own = address + lane // 16 * BLOCK_BYTES + lane % 16 * (PITCH * 4)
+    left = Float32(0.0)
+    for m in range(4):
+        four = load_shared(own, 16 * m, 4)
+        for i in range(4):
+            given = four[i] + left * cute.arch.shuffle_sync(fade, lane // 16 * 16 + (4 * m + i))
+            four[i] = from_bfloat16(pack16(given, Float32(0.0), cutlass.BFloat16), 0)
+            left = given - four[i]
+        store_shared(own, 16 * m, four)
+    cute.arch.sync_warp()
 
 
 @cute.jit

@@ -27,11 +27,10 @@ from warploom.delta.hopper.config import (
 from warploom.delta.hopper.inverse import (
     BLOCK_BYTES,
     Split,
-    carried,
+    carry,
     get,
     get_transposed,
     inverses,
-    put_column,
     put_transposed,
     split,
     times,
@@ -161,19 +160,18 @@ class PrepareHead:
     def diagonal(self, room: Any, pair: int, lane: Any) -> list[tuple[Split, Split, list[Any]]]:
         """The inverses of two neighbouring blocks on the diagonal, transposed and not, and their words; P's are staged.
 
-        Rounded as ``carried`` has it: of equal keys most of all errors were these blocks'.
+        Rounded as ``carry`` has it: of equal keys most of all errors were these blocks'.
         """
         for i in range(2):
             put_transposed(room.blocks + i * BLOCK_BYTES, self.block(room, pair + i, pair + i, lane), lane)
         cute.arch.sync_warp()
-        column = inverses(room.blocks, lane)
+        inverses(room.blocks, lane)
         found = []
         for i in range(2):
             address = room.blocks + i * BLOCK_BYTES
             found.append((split(get(address, lane)), split(get_transposed(address, lane))))
         cute.arch.sync_warp()
-        put_column(room.blocks, carried(column, self.step(room, 16 * pair + lane), lane), lane)
-        cute.arch.sync_warp()
+        carry(room.blocks, self.step(room, 16 * pair + lane), lane)
         fragments = [get_transposed(room.blocks + i * BLOCK_BYTES, lane) for i in range(2)]
         cute.arch.sync_warp()
         return [(*each, self.less_one(self.packed(x), lane)) for each, x in zip(found, fragments, strict=True)]
