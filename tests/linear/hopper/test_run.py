@@ -219,7 +219,7 @@ def test_the_walk_in_python_takes_what_the_compiled_one_takes() -> None:
     """By position: else what the host hands over in a wrong order would be right here."""
     stand_in = list(inspect.signature(walk(config(256).spec)).parameters)
     assert [*stand_in, "stream"] == parameters("linear/hopper/walk.py", "Walk.__call__")
-    stand_in = list(inspect.signature(walk(configs(128, False, True, logs=True)[-1].spec)).parameters)
+    stand_in = list(inspect.signature(walk(configs(128, False, True, logs=True, paired=True)[-1].spec)).parameters)
     assert [*stand_in, "stream"] == parameters("linear/hopper/walk_pair.py", "Pair.__call__")
 
 
@@ -236,11 +236,11 @@ def sums_of_logs(logs: Tensor, chunk: int) -> Tensor:
 
 
 @pytest.mark.parametrize("decay", ["head", "token that forgets"])
-@pytest.mark.parametrize("dims", [(136, 136), (72, 128), (64, 64)], ids=str)
-def test_a_decay(dims: tuple[int, int], decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than one chunk; with a gradient of the logs where walks leave what it is made of."""
+@pytest.mark.parametrize(("dims", "processors"), [((136, 136), 1), ((72, 128), 1), ((72, 128), 12), ((64, 64), 1)], ids=str)
+def test_a_decay(dims: tuple[int, int], processors: int, decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one chunk; with a gradient of the logs where walks leave what it is made of, also side by side."""
     monkeypatch.setattr(run, "log_gradients", added_up)
-    monkeypatch.setattr(hopper, "_processors", lambda index: 1)
+    monkeypatch.setattr(hopper, "_processors", lambda index: processors)
     case = Case(random.randrange(2**31), rows=150, batch=2, heads=3, e=dims[0], m=dims[1], decay=decay, scale=0.3, **PLAIN)
     call, dout, *_ = case.call()
     if max(dims) <= 128:

@@ -133,7 +133,7 @@ class PrepareHead:
         cute.arch.sync_warp()
         words: dict[Any, Any] = {}  # of the inverse
         left: dict[int, Any] = {j: [Float32(0.0)] * 4 for j in range(3)}
-        (turned_0, straight_0, words[0, 0]), (turned_1, straight_1, words[1, 1]) = self.diagonal(room, 0, lane)
+        (turned_0, _, words[0, 0]), (turned_1, straight_1, words[1, 1]) = self.diagonal(room, 0, lane)
         w = split(times(turned_0, split(self.block(room, 1, 0, lane))))
         words[1, 0] = self.rounded(room, 1, times(straight_1, w), left[0], lane)
         upper = split(times(w, straight_1))  # block (1, 0) of the inverse, transposed

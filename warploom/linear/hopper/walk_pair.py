@@ -1,8 +1,9 @@
 """Two walks in reverse side by side: that of keys' gradients, which leaves terms, and that of values' gradients.
 
-One reads v, dO, q and k, the other k, q and dO. Blocks of a cluster of two have one head, each one of the walks, and no stage of
-the first tensor is filled again before both have read it. So neither is more than the stages of a ring ahead, and what both
-read comes from memory once: 6 tensors' bytes where the walks one after the other have 9.
+One reads v, dO, q and k, the other k, q and dO. Blocks of a cluster of two have one head, each one of the walks, and no stage
+of the first tensor is filled again before both have read it. So neither is more than the stages of a ring ahead, and what both
+read comes from memory once: 6 tensors' bytes where the walks one after the other have 9. A chunk's chain is the longer part of
+its time: few heads, which leave processors idle, gain.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
