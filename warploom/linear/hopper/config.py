@@ -65,22 +65,18 @@ class WalkConfig:
 
     @property
     def first(self) -> bool:
-        """Whether it is the first walk of a pass that finds the gradient of logs, and waits for what comes before it."""
+        """Whether it is the first walk of a pass that finds the gradient of logs, and needs what comes before it."""
         return self.terms and self.reverse
 
     @property
     def early(self) -> bool:
-        """Whether the kernel behind it may begin before it ends, of a pass that finds the gradient of logs.
+        """Whether it begins before the kernel before it ends, and lets the one behind it: of a pass for the gradient of logs.
 
         But for the first such a walk needs nothing of the walks before it, which are under way once all before them has ended;
-        it waits for them at its end, so that what comes behind it may read what they leave.
+        it waits for them at its end, so that what comes behind it may read what they leave. Not where nothing of the pass
+        comes before the first walk, as of one log a head.
         """
-        return self.terms or (self.cut and self.reverse)
-
-    @property
-    def begins_early(self) -> bool:
-        """Whether it begins before the kernel before it ends, which is the pass's own."""
-        return self.early and not (self.first and self.a_head and not self.cut)
+        return (self.terms or (self.cut and self.reverse)) and (self.cut or not self.a_head)
 
     @property
     def in_step(self) -> int:

@@ -23,7 +23,7 @@ WIDTHS = tuple(TILES)
 # many stages as a, since scores wait for both.
 TERMS: dict[int, dict[str, Any]] = {64: {}, 128: {"stages": 3, "c_stages": 3}}
 # Of them those whose walks of dk and dv run side by side where both find room at once: 64 heads of 4096 tokens on an H200, of
-# one log a token, 346 us for 436; 128 heads of 2048 and of 8192 271 and 996 for 268 and 973.
+# one log a token, 344 us for 436; 128 heads of 2048 and of 8192 271 and 996 for 268 and 973.
 PAIRED = frozenset({128})
 # Of the larger head dim: with a denominator, without one, and with a decay; and of the smaller one. Below, Triton holds the
 # whole state. 8 × 16 heads of 2048 tokens on an H200: 128 dims 67 us, Triton 78; 64 dims 35 and 36, with a decay 35 and 44, as

@@ -92,7 +92,7 @@ class Walk(Producer, Consumers, Sums):
             block=[(2 + config.groups) * WARPGROUP, 1, 1],
             cluster=[config.cluster, 1, 1],
             stream=stream,
-            use_pdl=config.begins_early,
+            use_pdl=config.early,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -164,7 +164,7 @@ class Walk(Producer, Consumers, Sums):
     @cute.jit
     def begin_early(self):
         """Let the next kernel begin, once what this one needs is there."""
-        if const_expr(self.config.first):
+        if const_expr(self.config.early and self.config.first):
             cute.arch.griddepcontrol_wait()
         if const_expr(self.config.early):
             cute.arch.griddepcontrol_launch_dependents()

@@ -73,7 +73,7 @@ class Pair(Walk):
             block=[(2 + config.groups) * WARPGROUP, 1, 1],
             cluster=[2, 1, 1],
             stream=stream,
-            use_pdl=config.begins_early,
+            use_pdl=config.early,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
