@@ -52,9 +52,7 @@ def _examine() -> str | None:
 
 
 @traced.constant
-def _module_refusal(
-    width: int, normalize: bool, fading: bool, a_head: bool, cut: bool, logs: bool, paired: bool
-) -> str | None:
+def _module_refusal(width: int, normalize: bool, fading: bool, a_head: bool, cut: bool, logs: bool, paired: bool) -> str | None:
     """Why a module can be neither loaded nor built here."""
     kind = (width, normalize, fading, a_head, cut, logs, paired)
     return _found.refusal(kind, lambda: [variant.spec for variant in configs(*kind)])

@@ -128,9 +128,7 @@ def bind_backward(
     return run
 
 
-def _backward(
-    call: LinearCall, segments: int, paired: bool
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+def _backward(call: LinearCall, segments: int, paired: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """What launches the three walks of a call without a denominator, and all around them, by dout, q, k, v and decay."""
     likes = [like(t.shape, t.dtype, t.device) for t in (call.q, call.k, call.v)]
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
