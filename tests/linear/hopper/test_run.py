@@ -191,6 +191,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in (mapped, mapped_and_sums, denominators, queries_gradient, through):
         monkeypatch.setattr(run, function.__name__, function)
     run._function.cache_clear()
+    monkeypatch.setattr(hopper, "_processors", lambda index: 1)
     monkeypatch.setattr(modules, "loaded", lambda spec: None)
     monkeypatch.setattr(modules, "load", walk)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
