@@ -27,6 +27,7 @@ CORE = {
     "128, a decay a head": config(128, reverse=True, fading=True, a_head=True),
     "128, terms of dq": config(128, fading=True, terms=True),
     "128, terms of dk": config(128, reverse=True, fading=True, terms=True),
+    "128, terms of dk beside dv": config(128, reverse=True, fading=True, terms=True, paired=True),
     "64, terms over segments": config(64, reverse=True, fading=True, cut=True, terms=True),
 }
 
@@ -52,9 +53,10 @@ def test_machine_code(name: str, built: Built) -> None:
     assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     slices, tokens = variant.head_dim // 16, variant.chunk // 16
     # Of pairs a second product; of terms the state in two numbers.
-    assert listing.count("HGMMA") == (2 + variant.meets + variant.terms) * slices + 2 * tokens
+    walks = (variant, variant.beside) if variant.paired else (variant,)
+    assert listing.count("HGMMA") == sum((2 + w.meets + w.terms) * slices + 2 * tokens for w in walks)
     # Scores; each part of the state but the first; out; the state; what fades waits for the last part. More would mean that
     # ptxas serialised wgmma; one that comes twice in a row is one.
     waits = ["WARPGROUP.DEPBAR" in line for line in listing.splitlines() if ";" in line]
-    parts = slices // (2 if variant.terms else 4)
-    assert sum(now and not before for before, now in pairwise(waits)) == parts + 2 + variant.fading
+    expected = sum(slices // (2 if w.terms else 4) + 2 + w.fading for w in walks)
+    assert sum(now and not before for before, now in pairwise(waits)) == expected

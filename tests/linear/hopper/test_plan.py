@@ -120,6 +120,14 @@ def test_with_a_decay_few_heads_of_64_dims_are_cut(machine: None) -> None:
     assert refusals[0] is None and "takes up to 131072 tokens" in str(refusals[1]) and "to fill the device" in str(refusals[2])
 
 
+def test_walks_of_dk_and_dv_run_side_by_side_where_both_find_room(machine: None) -> None:
+    def paired(heads: int, dim: int = 128, **changes: Any) -> bool:
+        return hopper._paired(call(shape=(1, 4096, heads, dim), decay=torch.zeros(heads), **changes))
+
+    assert [paired(heads, decay_grad=True) for heads in (32, 66, 67)] == [True, True, False]
+    assert not paired(32) and not paired(32, 64, decay_grad=True)
+
+
 def test_no_sequences_are_cut_into_nothing() -> None:
     assert segments(0, 4096, 132) == 1
 
@@ -191,7 +199,7 @@ def test_dispatch_can_be_traced(machine: None, monkeypatch: pytest.MonkeyPatch, 
 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
-    assert len(set(names)) == len(names) == 46
+    assert len(set(names)) == len(names) == 48
     assert names[0] == "linear_walk_sm90_bfloat16_d64_v64_64s4x4_c1g1_fading"
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}
@@ -210,6 +218,9 @@ def test_named_set_has_every_variant_of_a_call() -> None:
         found = configs(dim, False, True, a_head, cut, True)
         assert set(found) <= set(named_set()) and [variant.terms for variant in found] == [False, True, True, False]
         assert {variant.cut for variant in found} == {cut}
+    for a_head in (False, True):
+        found = configs(128, False, True, a_head, False, True, True)
+        assert set(found) <= set(named_set()) and [variant.paired for variant in found] == [False, False, True]
     for kind in ((False, False), (False, True), (False, True, True)):
         assert set(configs(width(72, 64), *kind)) <= set(named_set())
 

@@ -27,7 +27,8 @@ from tests.plain import parameters
 from warploom.linear import hopper, registry, triton  # noqa: F401  (registry fills the dispatch list)
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.hopper import run
-from warploom.linear.hopper.plan import config
+from warploom.linear.hopper.config import WalkConfig
+from warploom.linear.hopper.plan import config, configs
 from warploom.linear.problem import LinearCall
 from warploom.runtime import modules
 from warploom.runtime.module_spec import ModuleSpec
@@ -40,6 +41,8 @@ PLAIN: dict[str, Any] = {"map_q": "identity", "map_k": "identity", "normalize": 
 def walk(spec: ModuleSpec) -> Callable[..., None]:
     """The sum by its definition, held to the kernel's signature and to what it can read."""
     variant = dict(spec.config)
+    if variant["paired"]:
+        return pair(WalkConfig(**variant))
 
     def call(
         a: Tensor,
@@ -109,6 +112,29 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
     return call
 
 
+def pair(variant: WalkConfig) -> Callable[..., None]:
+    """Both walks of a pair."""
+    of_keys, of_values = (walk(replace(each, paired=False).spec) for each in (variant, variant.beside))
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        weights: Tensor,
+        logs: Tensor | None,
+        dots: Tensor,
+        totals: Tensor,
+        scale: float,
+    ) -> None:
+        of_keys(v, dout, q, dk, weights, None, None, None, logs, k, dots, totals, scale)
+        of_values(k, q, dout, dv, weights, None, None, None, None, None, None, None, scale)
+
+    return call
+
+
 def leave_terms(variant: dict[str, Any], scores: Tensor, x: Tensor, c: Tensor, dots: Tensor, totals: Tensor) -> None:
     """What the gradient of the logs is made of, by its definition."""
     chunk, groups, seqlen = variant["chunk"], variant["groups"], x.shape[1]
@@ -165,6 +191,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for function in (mapped, mapped_and_sums, denominators, queries_gradient, through):
         monkeypatch.setattr(run, function.__name__, function)
     run._function.cache_clear()
+    monkeypatch.setattr(hopper, "_processors", lambda index: 1)
     monkeypatch.setattr(modules, "loaded", lambda spec: None)
     monkeypatch.setattr(modules, "load", walk)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -193,6 +220,8 @@ def test_the_walk_in_python_takes_what_the_compiled_one_takes() -> None:
     """By position: else what the host hands over in a wrong order would be right here."""
     stand_in = list(inspect.signature(walk(config(256).spec)).parameters)
     assert [*stand_in, "stream"] == parameters("linear/hopper/walk.py", "Walk.__call__")
+    stand_in = list(inspect.signature(walk(configs(128, False, True, logs=True, paired=True)[-1].spec)).parameters)
+    assert [*stand_in, "stream"] == parameters("linear/hopper/walk_pair.py", "Pair.__call__")
 
 
 @pytest.mark.parametrize("dims", [(64, 136), (200, 72), (256, 256), (72, 128)])
@@ -208,11 +237,11 @@ def sums_of_logs(logs: Tensor, chunk: int) -> Tensor:
 
 
 @pytest.mark.parametrize("decay", ["head", "token that forgets"])
-@pytest.mark.parametrize("dims", [(136, 136), (72, 128), (64, 64)], ids=str)
-def test_a_decay(dims: tuple[int, int], decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than one chunk; with a gradient of the logs where walks leave what it is made of."""
+@pytest.mark.parametrize(("dims", "processors"), [((136, 136), 1), ((72, 128), 1), ((72, 128), 12), ((64, 64), 1)], ids=str)
+def test_a_decay(dims: tuple[int, int], processors: int, decay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than one chunk; with a gradient of the logs where walks leave what it is made of, also side by side."""
     monkeypatch.setattr(run, "log_gradients", added_up)
-    monkeypatch.setattr(hopper, "_processors", lambda index: 1)
+    monkeypatch.setattr(hopper, "_processors", lambda index: processors)
     case = Case(random.randrange(2**31), rows=150, batch=2, heads=3, e=dims[0], m=dims[1], decay=decay, scale=0.3, **PLAIN)
     call, dout, *_ = case.call()
     if max(dims) <= 128:

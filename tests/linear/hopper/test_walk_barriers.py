@@ -33,6 +33,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
 
 def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
     """One head of one batch; the last chunk is short of a token."""
+    if config.paired:
+        return pair(traced, config, chunks)
     seqlen, dim, dim_v = CHUNK * chunks - 1, config.head_dim, config.head_dim_v
     weights = config.weighted or config.fading
     names = ["a", "b", "c", "out", *["weights"] * weights, *["bias"] * config.biased, *["states", "fades"] * config.cut]
@@ -56,6 +58,22 @@ def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
     return launch(traced, values, names, grid=grid, cluster=config.cluster)
 
 
+def pair(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
+    """The same of two walks."""
+    seqlen, dim = CHUNK * chunks - 1, config.head_dim
+    tensors, gradients = ["q", "k", "v", "dout"], ["dk", "dv"]
+    names = [*tensors, *gradients, "weights", "dots", "totals", *[f"tma_{name}" for name in tensors + gradients]]
+    names += ["scores", "inter", "intra", "update", "scale"]
+    values: dict[str, Any] = {
+        **dict.fromkeys(tensors, ((seqlen, dim, 1, 1), ())),
+        **dict.fromkeys(gradients, ((seqlen, dim, 1, 1), (dim, dim, seqlen * dim))),
+        "weights": ((1,), (1,)) if config.a_head else ((1, 1, seqlen), (seqlen, seqlen)),
+        "dots": ((config.groups, 1, 1, seqlen), (seqlen, seqlen, seqlen)),
+        "totals": ((config.groups, 1, 1, chunks), (chunks, chunks, chunks)),
+    }
+    return launch(traced, values, names, grid=2, cluster=2)
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 9])
 @pytest.mark.parametrize("name", CORE)
 def test_no_hang_and_no_race(name: str, chunks: int, built: Built) -> None:
@@ -63,22 +81,23 @@ def test_no_hang_and_no_race(name: str, chunks: int, built: Built) -> None:
     config, traced, seed = CORE[name], built.traced(name), random.randrange(2**32)
     print(f"seed {seed}")
     machine = Machine(traced.kernel, walk(traced, config, chunks), seed).run()
-    a = min(machine.launch.boxes)
+    maps = sorted(machine.launch.boxes)
     each = -(-chunks // SEGMENTS) if config.cut else chunks
     for i, block in enumerate(machine.blocks):
+        a, played = (maps[0], config) if not config.paired else [(maps[2], config), (maps[1], config.beside)][i]  # v, k
         of = range(i * each, min((i + 1) * each, chunks)) if config.cut else range(chunks)
         order = [CHUNK * t for t in of]
         for warp in range(4, 4 * (2 + config.groups), 4):  # the first of each of the state's, and of the scores'
             products = machine.products[block.warps[warp].component]
-            times = 2 if config.terms and warp < 4 * (1 + config.groups) else 1  # a state in two numbers
+            times = 2 if played.terms and warp < 4 * (1 + config.groups) else 1  # a state in two numbers
             taken = [t for t in (order[::-1] if config.reverse else order) for _ in range(times)]
             assert [at[1] for p, at in products if p == a and at[0] == 0] == taken
         left_over = {barrier.name: barrier.come for barrier in block.named.values() if barrier.come}
         assert not left_over
-    assert config.wide or machine.stored == config.blocks * config.groups * chunks
+    assert config.wide or machine.stored == (1 + config.paired) * config.blocks * config.groups * chunks
 
 
-@pytest.mark.parametrize("name", ["256", "128, a decay", "128, terms of dq"])
+@pytest.mark.parametrize("name", ["256", "128, a decay", "128, terms of dq", "128, terms of dk beside dv"])
 def test_each_barrier_is_needed(name: str, built: Built) -> None:
     """A barrier that lets everybody pass is noticed, each in turn.
 

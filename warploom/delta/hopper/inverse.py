@@ -70,6 +70,23 @@ def inverses(address: Any, lane: Any) -> None:
     cute.arch.sync_warp()
 
 
+def carry(address: Any, fade: Any, lane: Any) -> None:
+    """In place of what ``inverses`` left, its numbers in bf16, each with what rounding left of those above it in its column.
+
+    ``fade``: the decay from the row before to row lane % 16 of the lane's block.
+    """
+    own = address + lane // 16 * BLOCK_BYTES + lane % 16 * (PITCH * 4)
+    left = Float32(0.0)
+    for m in range(4):
+        four = load_shared(own, 16 * m, 4)
+        for i in range(4):
+            given = four[i] + left * cute.arch.shuffle_sync(fade, lane // 16 * 16 + (4 * m + i))
+            four[i] = from_bfloat16(pack16(given, Float32(0.0), cutlass.BFloat16), 0)
+            left = given - four[i]
+        store_shared(own, 16 * m, four)
+    cute.arch.sync_warp()
+
+
 @cute.jit
 def one_where(condition):
     return Float32(1.0) if condition else Float32(0.0)

@@ -27,6 +27,7 @@ from warploom.linear.hopper.plan import (
     narrowest,
     outwalks,
     segments,
+    side_by_side,
     width,
 )
 from warploom.runtime import dispatch, modules, traced
@@ -51,9 +52,9 @@ def _examine() -> str | None:
 
 
 @traced.constant
-def _module_refusal(width: int, normalize: bool, fading: bool, a_head: bool, cut: bool, logs: bool) -> str | None:
+def _module_refusal(width: int, normalize: bool, fading: bool, a_head: bool, cut: bool, logs: bool, paired: bool) -> str | None:
     """Why a module can be neither loaded nor built here."""
-    kind = (width, normalize, fading, a_head, cut, logs)
+    kind = (width, normalize, fading, a_head, cut, logs, paired)
     return _found.refusal(kind, lambda: [variant.spec for variant in configs(*kind)])
 
 
@@ -82,6 +83,14 @@ def _segments(call: LinearCall) -> int:
     if call.decay is None or width(head_dim, call.v.shape[3]) != WIDTHS[0]:
         return 1
     return segments(batch * heads, seqlen, _processors(call.q.device.index))
+
+
+def _paired(call: LinearCall) -> bool:
+    """Whether walks of dk and dv run side by side."""
+    if not call.decay_grad:
+        return False
+    batch, _, heads, head_dim = call.q.shape
+    return side_by_side(width(head_dim, call.v.shape[3]), batch * heads, _processors(call.q.device.index))
 
 
 def _goes_on(call: LinearCall, ds: Tensor | None, dz: Tensor | None) -> bool:
@@ -155,7 +164,10 @@ class Hopper(LinearBackend):
         cut = False
         if _segments(call) > 1:  # a branch, for tracers too
             cut = True
-        kind = call.decay is not None, call.decay is not None and call.decay.ndim == 1, cut, call.decay_grad
+        paired = False
+        if _paired(call):
+            paired = True
+        kind = call.decay is not None, call.decay is not None and call.decay.ndim == 1, cut, call.decay_grad, paired
         return _module_refusal(width(call.q.shape[3], call.v.shape[3]), call.normalize, *kind)
 
     def forward(self, call: LinearCall, return_state: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -182,7 +194,7 @@ class Hopper(LinearBackend):
             return _beside(call).backward(call, dout, norm, ds, dz)
         from warploom.linear.hopper.run import backward as run
 
-        dq, dk, dv, ddecay = run(call, dout, norm, _segments(call))
+        dq, dk, dv, ddecay = run(call, dout, norm, _segments(call), _paired(call))
         return dq, dk, dv, None, None, ddecay
 
     def bind_backward(
@@ -192,7 +204,7 @@ class Hopper(LinearBackend):
             return _beside(call).bind_backward(call, dout, norm, ds, dz)
         from warploom.linear.hopper.run import bind_backward as run
 
-        return run(call, _segments(call))
+        return run(call, _segments(call), _paired(call))
 
 
 BACKEND = Hopper()

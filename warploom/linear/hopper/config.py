@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from warploom.runtime.modules import ModuleSpec
@@ -11,7 +11,7 @@ COLUMNS = 64  # of c and out that a warpgroup owns, and of a TMA box
 _HERE = "linear/hopper"
 # What the compiled code is made from.
 SOURCES = (
-    *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_producer")),
+    *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_pair", "walk_producer")),
     *(f"{_HERE}/{file}.py" for file in ("walk_consumers", "walk_sums", "walk_terms")),
     *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "fields")),
     *(f"kernels/cute/{file}.py" for file in ("instructions", "rings", "tiles", "wgmma")),
@@ -38,6 +38,7 @@ class WalkConfig:
     a_head: bool = False  # weights are one log a head, which all its tokens have, in place of sums
     cut: bool = False  # sequences are cut into segments, which begin from the segments' own states before them
     terms: bool = False  # of one that fades also what the gradient of its logs is made of: see ``walk_terms``
+    paired: bool = False  # of keys' gradients with terms, with the walk of values' gradients in step: see ``walk_pair``
     chunk: int = 64  # tokens of a step
     stages: int = 3  # of the rings of a and b
     c_stages: int = 2  # of the ring of c
@@ -63,6 +64,31 @@ class WalkConfig:
         return self.terms and not self.reverse
 
     @property
+    def first(self) -> bool:
+        """Whether it is the first walk of a pass that finds the gradient of logs, and needs what comes before it."""
+        return self.terms and self.reverse
+
+    @property
+    def early(self) -> bool:
+        """Whether it begins before the kernel before it ends, and lets the one behind it: of a pass for the gradient of logs.
+
+        But for the first such a walk needs nothing of the walks before it, which are under way once all before them has ended;
+        it waits for them at its end, so that what comes behind it may read what they leave. Not where nothing of the pass
+        comes before the first walk, as of one log a head.
+        """
+        return (self.terms or (self.cut and self.reverse)) and (self.cut or not self.a_head)
+
+    @property
+    def in_step(self) -> int:
+        """Blocks of a cluster that wait for each other before a stage of a is filled again."""
+        return 2 if self.paired else self.cluster
+
+    @property
+    def beside(self) -> WalkConfig:
+        """Of a pair the walk of values' gradients."""
+        return replace(self, terms=False)
+
+    @property
     def blocks(self) -> int:
         """Blocks of a head."""
         return self.head_dim_v // (self.groups * COLUMNS)
@@ -72,7 +98,7 @@ class WalkConfig:
         """File name and symbol."""
         parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}x{self.c_stages}"]
         parts.append(f"c{self.cluster}g{self.groups}")
-        features = ("reverse", "weighted", "biased", "wide", "fading", "a_head", "cut", "terms")
+        features = ("reverse", "weighted", "biased", "wide", "fading", "a_head", "cut", "terms", "paired")
         parts += [feature for feature in features if getattr(self, feature)]
         return "linear_walk_sm90_" + "_".join(parts)
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from warploom.kernels.triton.logs import exp2, held
 from warploom.kernels.triton.numerics import LOG2E, opaque_zeros
@@ -40,7 +41,7 @@ def bind_states(k: Tensor, v: Tensor, segments: int, chunk: int, log_stride: int
     batch, seqlen, heads, _ = k.shape
     likes = [like((batch, heads, segments, *dims), torch.float32, k.device) for dims in ((DIM, DIM), ())]
     steps, each = _steps(k, v), _tokens(seqlen, segments, chunk)
-    launch = _launch(states_kernel, chunk, a_head, max(steps) < 2**31).kept(
+    launch = _launch(states_kernel, chunk, a_head, max(steps) < 2**31, False).kept(
         (batch * heads * segments, 1), (*steps, log_stride, seqlen, heads, segments, each)
     )
 
@@ -65,7 +66,7 @@ def gradient_states(
     until, since = of_keys.new_empty(2, batch, heads, segments)
     steps, each = _steps(q, k, v, dout), _tokens(seqlen, segments, chunk)
     a_head = logs.ndim == 1
-    launch = _launch(gradient_states_kernel, chunk, a_head, max(steps) < 2**31)
+    launch = _launch(gradient_states_kernel, chunk, a_head, max(steps) < 2**31, logs.is_cuda)
     states = of_queries, of_keys, of_values, until, since
     numbers = logs.stride(0 if a_head else 1), seqlen, heads, segments, each
     launch((2 * batch * heads * segments, 1), q, k, v, dout, logs, *states, *steps, *numbers)
@@ -83,8 +84,12 @@ def _tokens(seqlen: int, segments: int, chunk: int) -> int:
 
 
 @cache
-def _launch(kernel: Any, chunk: int, a_head: bool, direct: bool) -> Launch:
-    return Launch(kernel, {"C": chunk, "A_HEAD": a_head, **_TILE}, direct=direct)
+def _launch(kernel: Any, chunk: int, a_head: bool, direct: bool, early: bool) -> Launch:
+    """``early``: it begins before the kernel before it ends, and so does the next one."""
+    constants = {"C": chunk, "A_HEAD": a_head, **_TILE}
+    if kernel is gradient_states_kernel:
+        constants |= {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+    return Launch(kernel, constants, direct=direct)
 
 
 @triton.jit(
@@ -187,11 +192,15 @@ def gradient_states_kernel(
     DIM: tl.constexpr,
     A_HEAD: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A segment's own sum of k v, or from its end of q dO, faded and rounded step by step as the walks do it.
 
     Sums are stored as walks have them: of dq and dk with keys' or queries' dims down, of dv with them across.
     """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     places = tl.num_programs(0) // 2
     reverse = pid >= places

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from warploom.kernels.triton.numerics import exp
 from warploom.linear.hopper.config import WalkConfig
@@ -39,14 +40,16 @@ def log_gradients(queries: Terms, keys: Terms, decay: Tensor, chunk: int, scale:
     batch, seqlen, heads = decay.shape
     found = torch.empty(batch, seqlen, heads, dtype=torch.float32, device=decay.device)
     programs = batch * -(-seqlen // chunk) * -(-heads // _TILE["HEADS"])
-    launch = _launch(chunk, keys.dots.shape[0], max(decay.stride()) < 2**31)
+    launch = _launch(chunk, keys.dots.shape[0], max(decay.stride()) < 2**31, decay.is_cuda)
     launch((programs, 1), *queries, *keys, decay, found, *decay.stride(), seqlen, heads, batch, scale)
     return found
 
 
 @cache
-def _launch(chunk: int, groups: int, direct: bool) -> Launch:
-    return Launch(log_gradients_kernel, {"C": chunk, "GROUPS": groups, **_TILE}, direct=direct)
+def _launch(chunk: int, groups: int, direct: bool, early: bool) -> Launch:
+    """``early``: it begins before the walk before it ends."""
+    constants = {"C": chunk, "GROUPS": groups, "PDL": early, **_TILE, **({"launch_pdl": True} if early else {})}
+    return Launch(log_gradients_kernel, constants, direct=direct)
 
 
 @triton.jit
@@ -82,12 +85,15 @@ def log_gradients_kernel(
     GROUPS: tl.constexpr,
     HEADS: tl.constexpr,
     LATER: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Gradients of the logs of a chunk of C tokens and HEADS heads.
 
     A log is the factor of every pair of a query at or after its token and a key before it: of all that pass the chunk, of
     queries from there on with keys before the chunk, of keys up to there with queries behind it, and of pairs in the chunk.
     """
+    if PDL:
+        gdc_wait()
     pid = tl.program_id(0)
     chunks, blocks = tl.cdiv(seqlen, C), tl.cdiv(heads, HEADS)
     head = pid % blocks * HEADS + tl.arange(0, HEADS)

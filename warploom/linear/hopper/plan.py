@@ -22,6 +22,9 @@ WIDTHS = tuple(TILES)
 # Of walks that leave what the gradient of logs is made of, whose blocks have all of a head's columns: a ring more. c has as
 # many stages as a, since scores wait for both.
 TERMS: dict[int, dict[str, Any]] = {64: {}, 128: {"stages": 3, "c_stages": 3}}
+# Of them those whose walks of dk and dv run side by side where both find room at once: 64 heads of 4096 tokens on an H200, of
+# one log a token, 344 us for 436; 128 heads of 2048 and of 8192 271 and 996 for 268 and 973.
+PAIRED = frozenset({128})
 # Of the larger head dim: with a denominator, without one, and with a decay; and of the smaller one. Below, Triton holds the
 # whole state. 8 × 16 heads of 2048 tokens on an H200: 128 dims 67 us, Triton 78; 64 dims 35 and 36, with a decay 35 and 44, as
 # it costs Triton's chain of products a passage of the keys through registers and shared memory, the walks nothing that waits.
@@ -54,6 +57,11 @@ def outwalks(programs: int, seqlen: int, processors: int) -> bool:
     return seqlen * (WALKED * processors - IN_SEGMENTS * programs) <= BEFORE_SEGMENTS * processors
 
 
+def side_by_side(width: int, programs: int, processors: int) -> bool:
+    """Whether walks of dk and dv of so many heads run at once, where the logs have a gradient."""
+    return width in PAIRED and 2 * programs <= processors
+
+
 def narrowest(normalize: bool, fading: bool) -> int:
     """The least that the larger head dim of such a call may be."""
     if fading:
@@ -84,17 +92,25 @@ def config(width: int, **features: bool) -> WalkConfig:
 
 @cache
 def configs(
-    width: int, normalize: bool, fading: bool = False, a_head: bool = False, cut: bool = False, logs: bool = False
+    width: int,
+    normalize: bool,
+    fading: bool = False,
+    a_head: bool = False,
+    cut: bool = False,
+    logs: bool = False,
+    paired: bool = False,
 ) -> tuple[WalkConfig, ...]:
     """All that a call may need: for out, dq, dk and dv; of one that is cut for out, unless ``logs`` ask for a gradient.
 
-    Of such logs, where walks find it, the gradient too.
+    Of such logs, where walks find it, the gradient too, ``paired`` as `side_by_side` has it.
     """
     if cut and not logs:
         return (config(width, fading=fading, a_head=a_head, cut=True),)
     if not normalize:
         kind = {"fading": fading, "a_head": a_head, "cut": cut}
         forward, reverse = config(width, **kind), config(width, reverse=True, **kind)
+        if logs and paired:
+            return forward, config(width, **kind, terms=True), config(width, reverse=True, **kind, terms=True, paired=True)
         if logs and width in TERMS:
             return forward, config(width, **kind, terms=True), config(width, reverse=True, **kind, terms=True), reverse
         return forward, forward, reverse, reverse
@@ -108,4 +124,5 @@ def named_set() -> list[WalkConfig]:
     taken = [(width, kind) for width, kind in product(WIDTHS, kinds) if width >= narrowest(*kind[:2])]
     taken += [(WIDTHS[0], (False, True, a_head, True, True)) for a_head in (False, True)]
     taken += [(width, (False, True, a_head, False, True)) for width in TERMS for a_head in (False, True)]
+    taken += [(width, (False, True, a_head, False, True, True)) for width in PAIRED for a_head in (False, True)]
     return list(dict.fromkeys(v for width, kind in taken for v in configs(width, *kind)))

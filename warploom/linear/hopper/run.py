@@ -90,12 +90,15 @@ def _weigh(call: LinearCall, segments: int, chunk: int) -> Callable[..., tuple[T
 
 
 def backward(
-    call: LinearCall, dout: Tensor, norm: Tensor | None, segments: int
+    call: LinearCall, dout: Tensor, norm: Tensor | None, segments: int, paired: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and the decay's gradient where it asks for one; sequences are cut into so many segments."""
+    """dq, dk, dv and the decay's gradient where it asks for one; sequences are cut into so many segments.
+
+    ``paired``: walks of dk and dv run side by side.
+    """
     q, k, v, dout = (aligned(t) for t in (call.q, call.k, call.v, dout))
     if norm is None:
-        return _backward(call, segments)(dout, q, k, v, call.decay)
+        return _backward(call, segments, paired)(dout, q, k, v, call.decay)
     with on_device(q):
         q, (k, sums) = mapped(q, call.map_q), mapped_and_sums(k, call.map_k)
         weights = norm.contiguous().reciprocal()
@@ -105,11 +108,13 @@ def backward(
         return dq, through(dk, k, call.map_k), _walk(call, k, q, dout, weights, reverse=True), None
 
 
-def bind_backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
+def bind_backward(
+    call: LinearCall, segments: int, paired: bool = False
+) -> Callable[..., tuple[Tensor | None, ...] | None] | None:
     """What launches further backward passes of this kind, without gradients of states; see `warploom.linear.backend`."""
     if call.normalize or not all(stepped(t) for t in (call.q, call.k, call.v)):
         return None
-    launch = _backward(call, segments)
+    launch = _backward(call, segments, paired)
 
     def run(
         dout: Tensor, norm: None, ds: None, dz: None, q: Tensor, k: Tensor, v: Tensor, s: None, z: None, decay: Tensor | None,
@@ -123,15 +128,15 @@ def bind_backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor
     return run
 
 
-def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+def _backward(call: LinearCall, segments: int, paired: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]:
     """What launches the three walks of a call without a denominator, and all around them, by dout, q, k, v and decay."""
     likes = [like(t.shape, t.dtype, t.device) for t in (call.q, call.k, call.v)]
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
     chunk, decay_grad = config(tile).chunk, call.decay_grad
     kind = {**_fading(call), "cut": segments > 1}
     asked = {**kind, "terms": decay_grad}
-    features = asked, {**asked, "reverse": True}, {**kind, "reverse": True}
-    functions = [_function(tile, **each) for each in features]
+    features = asked, {**asked, "reverse": True, "paired": paired}, {**kind, "reverse": True}
+    functions = [_function(tile, **each) for each in (features[:2] if paired else features)]
     configs = [config(tile, **each) for each in features]
     weigh = _weigh(call, segments, chunk)
     # The first sums the logs. Behind that of keys each begins where the one before ended, whose tensors L2 still has a part of.
@@ -153,9 +158,13 @@ def _backward(call: LinearCall, segments: int) -> Callable[..., tuple[Tensor, Te
                 terms = [Terms.of(each, q) for each in configs[:2]]
                 left[:2] = (q, *terms[0]), (k, *terms[1])
             tensors = (dout, v, k, dq), (v, dout, q, dk), (k, q, dout, dv)
-            for i in order:
-                functions[i](*tensors[i], weights, None, *before[i], logs, *left[i], scale)
-                logs = None
+            if paired:
+                functions[1](q, k, v, dout, dk, dv, weights, logs, *terms[1], scale)
+                functions[0](*tensors[0], weights, None, *before[0], None, *left[0], scale)
+            else:
+                for i in order:
+                    functions[i](*tensors[i], weights, None, *before[i], logs, *left[i], scale)
+                    logs = None
             if decay_grad and decay is not None:
                 ddecay = log_gradients(terms[0], terms[1], decay.expand(k.shape[:3]), chunk, scale)
                 ddecay = ddecay.sum((0, 1)) if decay.ndim == 1 else ddecay

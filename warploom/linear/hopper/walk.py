@@ -92,6 +92,7 @@ class Walk(Producer, Consumers, Sums):
             block=[(2 + config.groups) * WARPGROUP, 1, 1],
             cluster=[config.cluster, 1, 1],
             stream=stream,
+            use_pdl=config.early,
             min_blocks_per_mp=1,
         )  # fmt: skip
 
@@ -101,15 +102,15 @@ class Walk(Producer, Consumers, Sums):
         if warp == LOADER:
             with cute.arch.elect_one():
                 groups = self.config.groups
-                readers = 4 * (1 + groups) * self.config.cluster  # warps
-                rings = (shared.a_full, shared.a_empty, readers), (shared.b_full, shared.b_empty, readers)
-                init_rings(self.config.stages, *rings)
+                readers = 4 * (1 + groups)  # warps
+                ring_a = shared.a_full, shared.a_empty, readers * self.config.in_step
+                init_rings(self.config.stages, ring_a, (shared.b_full, shared.b_empty, readers * self.config.cluster))
                 init_rings(self.config.c_stages, (shared.c_full, shared.c_empty, 4 * (groups + self.config.meets)))
                 if const_expr(self.config.terms):
                     for i in range(self.config.stages):
                         cute.arch.mbarrier_init(shared.x_full + i, 1)
             cute.arch.mbarrier_init_fence()
-        meet(self.config.cluster)
+        meet(self.config.in_step)
 
     @cute.kernel
     def kernel(
@@ -142,13 +143,37 @@ class Walk(Producer, Consumers, Sums):
         scale: Float32,
     ):
         config = self.config
-        stages = config.stages
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOADER:
             for atom in (tma_a, tma_b, tma_c, *(() if const_expr(config.wide) else (tma_out,))):
                 cpasync.prefetch_descriptor(atom)
             if const_expr(config.terms):
                 cpasync.prefetch_descriptor(tma_x)
+
+        shared = self.share(layout_ab, layout_boxes, layout_c, layout_p, layout_out)
+        self.init_barriers(warp, shared)
+        self.begin_early()
+        self.play(
+            warp, cute.arch.block_idx()[0], shared, (a, b, c, out, x), (tma_a, tma_b, tma_c, tma_x, tma_out),
+            (mma_scores, mma_inter, mma_intra, mma_update), weights, bias, states, fades, (dots, totals), scale,
+        )  # fmt: skip
+        meet(config.in_step)  # other blocks may still come to this one's barriers
+        if const_expr(config.early and not config.first):
+            cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def begin_early(self):
+        """Let the next kernel begin, once what this one needs is there."""
+        if const_expr(self.config.early and self.config.first):
+            cute.arch.griddepcontrol_wait()
+        if const_expr(self.config.early):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def share(self, layout_ab, layout_boxes, layout_c, layout_p, layout_out):
+        """Lay out shared memory."""
+        config = self.config
+        stages = config.stages
 
         @cute.struct
         class Storage:
@@ -173,7 +198,7 @@ class Walk(Producer, Consumers, Sums):
             boxes_x, x_whole, c_whole = placed(more.x, layout_boxes), placed(more.x, layout_ab), placed(storage.c, layout_ab)
             x_start, sums = more.x.data_ptr(), more.sums.data_ptr().toint()
         barriers = Mbarriers(storage.barriers.data_ptr())
-        shared = WalkShared(
+        return WalkShared(
             a_full=barriers.take(stages),
             a_empty=barriers.take(stages),
             b_full=barriers.take(stages),
@@ -197,9 +222,13 @@ class Walk(Producer, Consumers, Sums):
             c_whole=c_whole,
             sums=sums,
         )
-        self.init_barriers(warp, shared)
 
-        index = cute.arch.block_idx()[0]
+    @cute.jit
+    def play(self, warp, index, shared, tensors, atoms, products, weights, bias, states, fades, terms, scale):
+        """The part of block ``index``, by each warp its own."""
+        config = self.config
+        a, b, c, out, x = tensors
+        tma_a, tma_b, tma_c, tma_x, tma_out = atoms
         slice_ = index // config.blocks
         heads, chunks = out.shape[2], cute.ceil_div(out.shape[0], config.chunk)
         first, segment = Int32(0), Int32(0)
@@ -230,10 +259,7 @@ class Walk(Producer, Consumers, Sums):
                 self.load(given, a, b, c, x, tma_a, tma_b, tma_c, tma_x)
         elif warp < 4 + 4 * config.groups:
             cute.arch.setmaxregister_increase(state_registers)
-            products = (mma_inter, mma_intra, mma_update)
-            terms = (dots, totals)
-            self.play_state(given, warp // 4 - 1, out, tma_out, products, weights, bias, states, fades, terms, scale)
+            self.play_state(given, warp // 4 - 1, out, tma_out, products[1:], weights, bias, states, fades, terms, scale)
         else:
             cute.arch.setmaxregister_decrease(score_registers)
-            self.play_scores(given, mma_scores, weights, bias, dots)
-        meet(config.cluster)  # other blocks may still come to this one's barriers
+            self.play_scores(given, products[0], weights, bias, terms[0])

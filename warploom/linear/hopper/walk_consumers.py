@@ -84,7 +84,7 @@ class Consumers(Terms):
                 cute.arch.mbarrier_wait(shared.c_full + stage, phase)
                 gemm(mma, met, left_met[None, None, None, stage], right_met[None, None, None, stage], False)
             warpgroup.wait_group(0)
-            release_everywhere(shared.a_empty + stage, config.cluster)
+            release_everywhere(shared.a_empty + stage, config.in_step)
             release_everywhere(shared.b_empty + stage, config.cluster)
             if const_expr(config.meets):
                 release(shared.c_empty + stage)
@@ -196,7 +196,7 @@ class Consumers(Terms):
                 self.leave_dots(given, dots, group, lane, warp)
             warpgroup.wait_group(1)
             arrive(WalkBarrier.P_TAKEN, self.consumers)
-            release_everywhere(shared.a_empty + stage, config.cluster)
+            release_everywhere(shared.a_empty + stage, config.in_step)
             self.finish(acc, weight, before, scale, lane)
             if const_expr(config.wide):
                 self.store_wide(acc, rows, n * config.chunk + lane % 4 * 2, column)

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Float64
+from cutlass import Float32, Float64, const_expr
 
 from warploom.kernels.cute.basics import WARP
 from warploom.kernels.cute.instructions import store_pair
@@ -27,6 +27,8 @@ class Sums(WalkBase):
 
     @cute.kernel
     def sums_kernel(self, logs: cute.Tensor, sums: cute.Tensor):
+        if const_expr(self.config.early):
+            cute.arch.griddepcontrol_launch_dependents()
         seqlen, heads = logs.shape[1], logs.shape[2]
         chunks, blocks = cute.ceil_div(seqlen, self.config.chunk), cute.ceil_div(heads, WARP)
         index = cute.arch.block_idx()[0]
