@@ -23,8 +23,16 @@ SEED = "WARPLOOM_TEST_SEED"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers are started afterwards and take the seed from the environment."""
+    """Workers are started afterwards and take the seed from the environment.
+
+    They share the processors: with as many threads each as there are processors, they would wait for each other.
+    """
     os.environ.setdefault(SEED, "0" if os.environ.get("CI") else str(random.randrange(2**32)))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of processes that tests start
+        torch.set_num_threads(threads)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
