@@ -479,6 +479,7 @@ class Consumers(Dealer, DropoutSteps):
         """
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
+        r = self.at_slot(r, stage)
         if const_expr(not config.columns):
             cute.arch.mbarrier_wait(shared.q_full + stage, phase)
         if const_expr(config.columns and masked):
@@ -501,7 +502,7 @@ class Consumers(Dealer, DropoutSteps):
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
         if const_expr(self.ping_pong):
             self.pass_ping_pong(r.group)
-        self.find_kept(r, m)
+        self.draw(r, m)
         warpgroup.wait_group(1)
         if const_expr(config.columns and masked):
             self.hide(r)
@@ -594,7 +595,7 @@ class Consumers(Dealer, DropoutSteps):
         p_words = words(r.p)
         if const_expr(self.biased):
             level_of = self.level_of(r, m, masked)
-        elements = self.elements()
+        elements = [(c, i) for c in range(0, self.tile_m // 4, 2) for i in range(2)]
         if const_expr(half >= 0):
             elements = elements[half * len(elements) // 2 : (half + 1) * len(elements) // 2]
         for c, i in elements:
@@ -606,10 +607,10 @@ class Consumers(Dealer, DropoutSteps):
                 if const_expr(self.reads_distances and place == FAR and not config.right):
                     above = above - r.distances.right[0]
                 weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
-                passed = weight * slope if const_expr(self.config.softcap) else weight
-                r.rows_s[i, c + j] = self.marked(r, i, c + j, passed)
-                p.append(self.keep(r, i, c + j, weight))
+                r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
+                p.append(weight)
             p_words[i + c] = pack16(p[0], p[1], self.dtype)
+        self.drop(r, p_words, half)
 
     @cute.jit
     def weigh(self, r, raw, level, masked):

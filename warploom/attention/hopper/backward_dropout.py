@@ -1,4 +1,4 @@
-"""Dropout in the backward: the bits of a step, found while the tensor cores compute its scores, and what they keep.
+"""Dropout in the backward: drawn for a step while the tensor cores compute its scores, read where P and dS are there.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -10,14 +10,22 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from warploom.attention.hopper.backward_base import LOADER, Work
 from warploom.attention.hopper.backward_bias import BiasSteps
 from warploom.attention.hopper.backward_distances import DistanceSteps
-from warploom.kernels.cute.dropout import bits_of_columns, kept
+from warploom.kernels.cute.dropout import (
+    COUNTED,
+    draw_for_columns,
+    drawn_for_columns,
+    exchanged,
+    kept,
+    kept_halves,
+    rounds_of,
+)
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import pin_bits, reload
+from warploom.kernels.cute.instructions import reload
 
 
 class Drops(Fields):
@@ -26,7 +34,7 @@ class Drops(Fields):
     given: Any  # what the call says of it
     seed: Any  # its address in shared memory
     head: Any  # registers: query head, batch or packed sequence, the block's first key
-    bits: Any  # registers: of a step
+    slot: Any  # of dS, of a step
 
 
 class DropoutSteps(BiasSteps, DistanceSteps):
@@ -41,7 +49,7 @@ class DropoutSteps(BiasSteps, DistanceSteps):
             given=given.dropout,
             seed=given.shared.seed,
             head=cute.make_rmem_tensor(3, Int32),
-            bits=cute.make_rmem_tensor(2, Int32),
+            slot=None,
         )
 
     @cute.jit
@@ -78,42 +86,52 @@ class DropoutSteps(BiasSteps, DistanceSteps):
         self.take_member(r, work, member)
         return step - member * work.m_blocks
 
+    def at_slot(self, r: Any, slot: Any) -> Any:
+        """The same, of a step whose dS goes there."""
+        return r.but(drops=r.drops.but(slot=slot)) if self.config.dropout else r
+
+    def drawn(self, r: Any) -> list[Any]:
+        """Where this thread's words of a counter go, by rounds: where its dS goes later in the step."""
+        tile = r.ds_target + r.drops.slot * (self.tile_m * self.tile_n)
+        return [tile + i * (16 * 64) for i in range(rounds_of(self.tile_m, 16))]
+
     @cute.jit
-    def find_kept(self, r, m):
-        """Bits of this thread's elements of query tile ``m``, before the wait that follows."""
+    def draw(self, r, m):
+        """Draw what dropout drops of query tile ``m``, before the wait that follows."""
         if const_expr(self.config.dropout):
             head, batch, key = [r.drops.head[i] for i in range(3)]
+            counter = (key + r.row) // COUNTED
             read_seed = partial(reload, r.drops.seed)
-            for n in cutlass.range_constexpr(self.tile_m // 64):
-                row = m * self.tile_m + n * 64
-                bits = bits_of_columns(r.drops.given, read_seed, head, batch, key + r.row, row)
-                r.drops.bits[n] = bits
-                pin_bits(bits, r.ds_target)
+            given, row, columns = r.drops.given, m * self.tile_m, self.tile_m
+            draw_for_columns(given, read_seed, head, batch, row, counter, columns, self.drawn(r))
+            cute.arch.sync_warp()
 
-    def elements(self) -> list[tuple[int, int]]:
-        """(First column, row) of an accumulator's pairs of columns, in the order of its registers, or of the bits."""
-        columns = range(0, self.tile_m // 4, 2)
-        if self.config.dropout and not self.config.pair:
-            return [(c + n, i) for n in range(0, len(columns) * 2, 16) for i in range(2) for c in range(0, 16, 2)]
-        return [(c, i) for c in columns for i in range(2)]
+    def pairs(self, r: Any, half: int = -1) -> list[tuple[int, int, Any]]:
+        """(Row, first column, what was drawn) of an accumulator's pairs of columns; ``half`` as ``probabilities`` has it."""
+        found, targets = [], self.drawn(r)
+        rounds = range(len(targets))
+        if half >= 0:
+            rounds = rounds[half * len(targets) // 2 : (half + 1) * len(targets) // 2]
+        for i in rounds:
+            for n, pair in enumerate(drawn_for_columns(targets[i], i, self.tile_m)):
+                found += [(0, 8 * i + 2 * n, pair), (1, 8 * i + 2 * n, exchanged(pair))]
+        return found
 
-    def keep(self, r: Any, i: int, c: int, x: Any) -> Any:
-        """Element (i, c) of an accumulator if dropout keeps it, else 0."""
-        if not self.config.dropout:
-            return x
-        return kept(r.drops.bits[c // 16], 16 * i + c % 16, x)
+    @cute.jit
+    def drop(self, r, p_words, half):
+        """Zeros in the operand P for what dropout drops."""
+        if const_expr(self.config.dropout):
+            for i, c, pair in self.pairs(r, half):
+                p_words[i + c] = kept_halves(p_words[i + c], pair, r.drops.given.bound)
 
     @cute.jit
     def differentiate_kept(self, r, delta):
         """dS / scale from P and dP, in dP's place."""
-        for c, i in self.elements():
+        scale, bound = r.drops.given.scale, r.drops.given.bound
+        for i, c, pair in self.pairs(r):
+            dp = kept(pair, bound, [r.rows_dp[i, c + j] for j in (0, 1)], [Float32(0.0)] * 2)
             for j in (0, 1):
-                dp = self.keep(r, i, c + j, r.rows_dp[i, c + j])
-                r.rows_dp[i, c + j] = r.rows_s[i, c + j] * (dp * r.drops.given.scale - delta[c + j])
-
-    def marked(self, r: Any, i: int, c: int, weight: Any) -> Any:
-        """P as dS takes it, whose bits are at hand there."""
-        return weight
+                r.rows_dp[i, c + j] = r.rows_s[i, c + j] * (dp[j] * scale - delta[c + j])
 
     def kept_scale(self, r: Any) -> Any:
         """What is kept of P counts so much."""

@@ -20,7 +20,7 @@ from warploom.attention.hopper.backward_consumers import Consumers
 from warploom.attention.hopper.backward_pair_base import KEYS, OTHER, OWN, PARTS, VALUES, PairBase
 from warploom.kernels.cute.barriers import BackwardBarrier, PairBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
-from warploom.kernels.cute.dropout import kept
+from warploom.kernels.cute.dropout import kept, kept_halves, rounds_of
 from warploom.kernels.cute.instructions import from_half, pack16
 from warploom.kernels.cute.memory import bulk_send
 from warploom.kernels.cute.rings import release, release_other
@@ -178,7 +178,7 @@ class PairConsumers(PairBase, Consumers):
         if j > r.begin:
             self.wait_for_ds(r, j - 1)
         self.gemm_dq(r)  # in the first step nobody reads it
-        self.find_kept(r, m)
+        self.draw(r, m)
         if const_expr(self.config.dropout):  # not before: Philox needs the registers
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
@@ -304,9 +304,19 @@ class PairConsumers(PairBase, Consumers):
         if j + 1 < r.past:
             self.release_both(r, shared.do_empty + dout_stage)
 
-    def marked(self, r: Any, i: int, c: int, weight: Any) -> Any:
-        """P as it passes to KEYS, negative where dropout drops it."""
-        return kept(r.drops.bits[0], 16 * i + c, weight, -weight) if self.config.dropout else weight
+    def drawn(self, r: Any) -> list[Any]:
+        """Where this thread's words of a counter go: where its P goes later in the step, as KEYS has read the last one."""
+        return [r.p_target + i * 4 * WARPGROUP for i in range(rounds_of(self.tile_m, 16))]
+
+    @cute.jit
+    def drop(self, r, p_words, half):
+        """Besides, P as it passes to KEYS is negative where dropout drops it."""
+        if const_expr(self.config.dropout):
+            bound = r.drops.given.bound
+            for i, c, pair in self.pairs(r):
+                p_words[i + c] = kept_halves(p_words[i + c], pair, bound)
+                p = [r.rows_s[i, c + j] for j in (0, 1)]
+                r.rows_s[i, c], r.rows_s[i, c + 1] = kept(pair, bound, p, [-x for x in p])
 
     @cute.jit
     def signed_weight(self, weight, dp, delta):

@@ -179,7 +179,7 @@ def dropped(args: AttentionArgs, first: int = 0) -> Callable[[Tensor | None], tu
     """
     if not args.dropout_p:
         return lambda seed: None
-    numbers = philox.signed_threshold(args.dropout_p), 1.0 / (1.0 - args.dropout_p), first // FOUR
+    numbers = philox.kernel_bound(args.dropout_p), philox.keep_scale(args.dropout_p), first // philox.KEYS
 
     def of(seed: Tensor | None) -> tuple[Tensor | float, ...]:
         assert seed is not None
