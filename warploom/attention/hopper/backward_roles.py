@@ -351,7 +351,8 @@ class RolesBackward(HopperBackward):
         if const_expr(self.config.dropout):
             head, batch, key = [r.drops.head[i] for i in range(3)]
             counter = (key + r.role * self.keys_each) // COUNTED
-            row = m * self.tile_m + r.row - cute.arch.lane_idx() // 4
+            lane = cute.arch.lane_idx()
+            row = m * self.tile_m + r.row - lane // 4 + lane % 16
             targets, columns = [rows.align(16) for rows in r.tile_rows], self.drawn_keys
             draw_for_rows(self.dropout(r), head, batch, row, counter, columns, targets)
             cute.arch.sync_warp()

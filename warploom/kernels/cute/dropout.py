@@ -113,13 +113,14 @@ def rounds_of(rows: int, keys: int) -> int:
 
 @cute.jit
 def draw_for_rows(dropout, head, batch, query, counter, columns, targets):
-    """Leave the words of 16 rows, queries from ``query`` on, and of ``columns`` keys from the ``counter``-th 16 on.
+    """Leave the words of a warp's 16 rows and of ``columns`` keys from the ``counter``-th 16 on.
 
-    ``targets``: a round's. A round has the 16 rows of two counters, in lanes 0 to 15 and 16 to 31.
+    ``query``: of the row of the lane's number modulo 16. ``targets``: a round's. A round has two counters of each row, in
+    lanes 0 to 15 and 16 to 31.
     """
     seed, lane = dropout.seed, cute.arch.lane_idx()
     head_high, head_low = head_part(head)
-    row = query_part(seed, head_high, query + lane % 16)
+    row = query_part(seed, head_high, query)
     counter = counter + dropout.first + lane // 16
     for i in cutlass.range_constexpr(rounds_of(16, columns)):
         store_words(targets[i], words_of(seed, row, keys_part(seed, head_low, batch, counter + 2 * i)))
