@@ -525,16 +525,20 @@ class Consumers(Dealer, DropoutSteps):
         if const_expr(halves):
             level = self.statistics(r, stage, 0)
             self.probabilities(r, m, level, masked, place, 1)
-        if const_expr((not spare or halves) and not self.fold):
+        if const_expr((not spare or halves) and not (self.fold or config.dropout)):
             delta = self.statistics(r, stage, 1)
-        self.differentiate(r, delta)
+        if const_expr(config.dropout):
+            self.share_kept(r)
+        else:
+            self.differentiate(r, delta)
         if const_expr(config.bias_grad):  # before dS is packed, beside which there are no registers
             if const_expr(near):
                 self.add_near(r, m)
             else:
                 self.add_far(r)
-        pack(r.acc_dp, r.ds, self.dtype)
-        self.share(r, stage)
+        if const_expr(not config.dropout):
+            pack(r.acc_dp, r.ds, self.dtype)
+            self.share(r, stage)
         # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
         gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
         cute.arch.fence_view_async_shared()
@@ -568,10 +572,10 @@ class Consumers(Dealer, DropoutSteps):
                 self.pass_ping_pong(group)
 
     @cute.jit
-    def statistics(self, r, stage, which):
-        """A row statistic of this thread's queries, in the order of an accumulator's columns."""
-        groups = self.tile_m // 8
-        source = r.stats + cute.assume(stage * (2 * self.tile_m), divby=2) + which * self.tile_m
+    def statistics(self, r, stage, which, first=0, queries=0):
+        """A row statistic of this thread's queries, or of ``queries`` from the ``first`` on, in the order of columns."""
+        groups = (queries or self.tile_m) // 8
+        source = r.stats + cute.assume(stage * (2 * self.tile_m), divby=2) + (which * self.tile_m + first)
         values = cute.make_rmem_tensor((2, groups), Float32)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, groups), stride=(1, 8))), values)
         return cute.make_tensor(values.iterator, cute.make_layout(2 * groups))
@@ -610,7 +614,6 @@ class Consumers(Dealer, DropoutSteps):
                 r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
                 p.append(weight)
             p_words[i + c] = pack16(p[0], p[1], self.dtype)
-        self.drop(r, p_words, half)
 
     @cute.jit
     def weigh(self, r, raw, level, masked):
@@ -632,21 +635,17 @@ class Consumers(Dealer, DropoutSteps):
     @cute.jit
     def differentiate(self, r, delta):
         """dS / scale from P and dP, in dP's place."""
-        if const_expr(self.config.dropout):
-            self.differentiate_kept(r, delta)
-        else:
-            for c in cutlass.range_constexpr(self.tile_m // 4):
-                for i in cutlass.range_constexpr(2):
-                    if const_expr(delta is None):
-                        r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
-                    else:
-                        r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - delta[c])
+        for c in cutlass.range_constexpr(self.tile_m // 4):
+            for i in cutlass.range_constexpr(2):
+                if const_expr(delta is None):
+                    r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
+                else:
+                    r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - delta[c])
 
-    @cute.jit
-    def share(self, r, slot):
-        """dS, rows now queries, where both warpgroups read it."""
+    def share(self, r: Any, slot: Any, sixteens: Any = None) -> None:
+        """dS, rows now queries, where both warpgroups read it; of some ``sixteens`` of queries alone."""
         target = r.ds_target + slot * (self.tile_m * self.tile_n)
-        for i in cutlass.range_constexpr(self.tile_m // 16):
+        for i in sixteens or range(self.tile_m // 16):
             four = [words(r.ds)[4 * i + j] for j in range(4)]
             store_matrices(target + i * (16 * 64), four, transposed=True)
 

@@ -25,7 +25,8 @@ from warploom.kernels.cute.dropout import (
     rounds_of,
 )
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import reload
+from warploom.kernels.cute.instructions import pack16, reload
+from warploom.kernels.cute.wgmma import words
 
 
 class Drops(Fields):
@@ -91,9 +92,9 @@ class DropoutSteps(BiasSteps, DistanceSteps):
         return r.but(drops=r.drops.but(slot=slot)) if self.config.dropout else r
 
     def drawn(self, r: Any) -> list[Any]:
-        """Where this thread's words of a counter go, by rounds: where its dS goes later in the step."""
-        tile = r.ds_target + r.drops.slot * (self.tile_m * self.tile_n)
-        return [tile + i * (16 * 64) for i in range(rounds_of(self.tile_m, 16))]
+        """Where this thread's words of a counter go, by rounds: where its last dS goes later in the step."""
+        tile, rounds = r.ds_target + r.drops.slot * (self.tile_m * self.tile_n), rounds_of(self.tile_m, 16)
+        return [tile + i * (16 * 64) for i in range(self.tile_m // 16 - rounds, self.tile_m // 16)]
 
     @cute.jit
     def draw(self, r, m):
@@ -106,32 +107,28 @@ class DropoutSteps(BiasSteps, DistanceSteps):
             draw_for_columns(given, read_seed, head, batch, row, counter, columns, self.drawn(r))
             cute.arch.sync_warp()
 
-    def pairs(self, r: Any, half: int = -1) -> list[tuple[int, int, Any]]:
-        """(Row, first column, what was drawn) of an accumulator's pairs of columns; ``half`` as ``probabilities`` has it."""
-        found, targets = [], self.drawn(r)
-        rounds = range(len(targets))
-        if half >= 0:
-            rounds = rounds[half * len(targets) // 2 : (half + 1) * len(targets) // 2]
-        for i in rounds:
-            for n, pair in enumerate(drawn_for_columns(targets[i], i, self.tile_m)):
-                found += [(0, 8 * i + 2 * n, pair), (1, 8 * i + 2 * n, exchanged(pair))]
+    def pairs(self, target: Any, i: int) -> list[tuple[int, int, Any]]:
+        """(Row, first column, what was drawn) of an accumulator's pairs of columns in round ``i``."""
+        found = []
+        for n, pair in enumerate(drawn_for_columns(target, i, self.tile_m)):
+            found += [(0, 8 * i + 2 * n, pair), (1, 8 * i + 2 * n, exchanged(pair))]
         return found
 
     @cute.jit
-    def drop(self, r, p_words, half):
-        """Zeros in the operand P for what dropout drops."""
-        if const_expr(self.config.dropout):
-            for i, c, pair in self.pairs(r, half):
-                p_words[i + c] = kept_halves(p_words[i + c], pair, r.drops.given.bound)
+    def share_kept(self, r):
+        """dS as an operand and where both warpgroups read it, from P and dP, and zeros in the operand P for what is dropped.
 
-    @cute.jit
-    def differentiate_kept(self, r, delta):
-        """dS / scale from P and dP, in dP's place."""
-        scale, bound = r.drops.given.scale, r.drops.given.bound
-        for i, c, pair in self.pairs(r):
-            dp = kept(pair, bound, [r.rows_dp[i, c + j] for j in (0, 1)], [Float32(0.0)] * 2)
-            for j in (0, 1):
-                r.rows_dp[i, c + j] = r.rows_s[i, c + j] * (dp[j] * scale - delta[c + j])
+        Round by round: none is read before the last one's dS is stored, else ptxas would have no registers for them.
+        """
+        scale, bound, p_words, ds_words = r.drops.given.scale, r.drops.given.bound, words(r.p), words(r.ds)
+        for n, target in enumerate(self.drawn(r)):
+            delta = self.statistics(r, r.drops.slot, 1, 32 * n, min(32, self.tile_m - 32 * n))
+            for i, c, pair in self.pairs(target, n):
+                p_words[i + c] = kept_halves(p_words[i + c], pair, bound)
+                dp = kept(pair, bound, [r.rows_dp[i, c + j] for j in (0, 1)], [Float32(0.0)] * 2)
+                two = [r.rows_s[i, c + j] * (dp[j] * scale - delta[c - 8 * n + j]) for j in (0, 1)]
+                ds_words[i + c] = pack16(two[0], two[1], self.dtype)
+            self.share(r, r.drops.slot, range(2 * n, min(2 * n + 2, self.tile_m // 16)))
 
     def kept_scale(self, r: Any) -> Any:
         """What is kept of P counts so much."""

@@ -26,7 +26,7 @@ from warploom.kernels.cute.memory import bulk_send
 from warploom.kernels.cute.rings import release, release_other
 from warploom.kernels.cute.softmax import multipliers
 from warploom.kernels.cute.tiles import transposed
-from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack, part_of
+from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack, part_of, words
 
 
 class PairOperands(Operands):
@@ -182,6 +182,7 @@ class PairConsumers(PairBase, Consumers):
         if const_expr(self.config.dropout):  # not before: Philox needs the registers
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
+        self.drop(r)
         wait(PairBarrier.P_TAKEN, BOTH)
         self.release_both(r, shared.q_empty + stage)  # all lanes have read the row statistics
         for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
@@ -309,14 +310,15 @@ class PairConsumers(PairBase, Consumers):
         return [r.p_target + i * 4 * WARPGROUP for i in range(rounds_of(self.tile_m, 16))]
 
     @cute.jit
-    def drop(self, r, p_words, half):
-        """Besides, P as it passes to KEYS is negative where dropout drops it."""
+    def drop(self, r):
+        """Zeros in the operand P for what dropout drops, of which P as it passes to KEYS is negative."""
         if const_expr(self.config.dropout):
-            bound = r.drops.given.bound
-            for i, c, pair in self.pairs(r):
-                p_words[i + c] = kept_halves(p_words[i + c], pair, bound)
-                p = [r.rows_s[i, c + j] for j in (0, 1)]
-                r.rows_s[i, c], r.rows_s[i, c + 1] = kept(pair, bound, p, [-x for x in p])
+            bound, p_words = r.drops.given.bound, words(r.p)
+            for n, target in enumerate(self.drawn(r)):
+                for i, c, pair in self.pairs(target, n):
+                    p_words[i + c] = kept_halves(p_words[i + c], pair, bound)
+                    p = [r.rows_s[i, c + j] for j in (0, 1)]
+                    r.rows_s[i, c], r.rows_s[i, c + 1] = kept(pair, bound, p, [-x for x in p])
 
     @cute.jit
     def signed_weight(self, weight, dp, delta):
