@@ -338,12 +338,7 @@ class RolesBackward(HopperBackward):
     def drops(self, work: Any) -> Any:
         """As of other warpgroups, and what was drawn for a step, in registers: P comes where its words were."""
         found = super().drops(work)
-        return found and found.but(slot=cute.make_rmem_tensor(rounds_of(16, self.drawn_keys) * 4, Int32))
-
-    @property
-    def drawn_keys(self) -> int:
-        """Of a warpgroup's keys and those before or behind them that share counters with them."""
-        return -(-self.keys_each // COUNTED) * COUNTED
+        return found and found.but(slot=cute.make_rmem_tensor(self.keys_each // 8, Int32))
 
     @cute.jit
     def draw(self, r, m):
@@ -353,7 +348,7 @@ class RolesBackward(HopperBackward):
             counter = (key + r.role * self.keys_each) // COUNTED
             lane = cute.arch.lane_idx()
             row = m * self.tile_m + r.row - lane // 4 + lane % 16
-            targets, columns = [rows.align(16) for rows in r.tile_rows], self.drawn_keys
+            targets, columns = [rows.align(16) for rows in r.tile_rows], self.keys_each
             draw_for_rows(self.dropout(r), head, batch, row, counter, columns, targets)
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(rounds_of(16, columns)):
@@ -363,9 +358,8 @@ class RolesBackward(HopperBackward):
 
     def pair(self, r: Any, i: int, c: int) -> Any:
         """What was drawn for elements (i, c) and (i, c + 1)."""
-        eight = c // 2 + r.role * self.keys_each // 8 % 2
-        found = r.drops.slot[eight // 2 * 2 + i]
-        return exchanged(found) if eight % 2 else found
+        found = r.drops.slot[c // 4 * 2 + i]
+        return exchanged(found) if c // 2 % 2 else found
 
     def kept_dp(self, r: Any) -> dict[tuple[int, int], Any]:
         """dP where dropout keeps it, else 0."""

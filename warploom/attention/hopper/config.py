@@ -165,7 +165,7 @@ class ForwardConfig:
         Barriers and the tile ring add less than 512 bytes.
         """
         ring = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        drawn = self.tile_m * (-(-self.tile_n // 32) * 16 + 8) * self.dropout
+        drawn = self.tile_m * -(-self.tile_n // 32) * 16 * self.dropout
         return 2 * (self.q_stages * self.tile_m * self.head_dim + ring + 16 * self.tile_n * self.bias_product + drawn)
 
 

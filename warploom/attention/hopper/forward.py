@@ -199,7 +199,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
         mask_words = mask_stages * self.mask_rows * 4
         cleared = stages if const_expr(self.config.columns) else int(self.config.paged and self.config.left)
         wanted = int(self.claims_late)
-        drops_words = 4 * self.tile_m * (2 * self.rounds + 1) if const_expr(self.config.dropout) else 0
+        drops_words = 8 * self.tile_m * self.rounds if const_expr(self.config.dropout) else 0
         alibi_elements = self.tile_n * 16 if const_expr(self.multiplies) else 0
 
         @cute.struct

@@ -24,7 +24,7 @@ from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
 from warploom.kernels.cute.dropout import COUNTED, draw_for_rows, drawn_for_rows, dropout_of, exchanged, kept_halves
 from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import exp2, pin, reload
+from warploom.kernels.cute.instructions import exp2, pin
 from warploom.kernels.cute.memory import raise_to
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite, log_sum_exp, with_sink
@@ -65,8 +65,7 @@ class Rows(Fields):
     mask_words: Any  # of each row the bits of this thread's columns, under a column mask
     mask_ring: Any  # stage and phase
     dropout: Any  # what the call says of it, or None
-    tile: Any  # with dropout: batch, and under a column mask the key tile
-    place: Any  # where the head and the row stand of which this thread draws, read in every step behind its products
+    tile: Any  # with dropout: head, batch, the row that this thread draws for, and under a column mask the key tile
     drawn: Any  # where this thread's words of a counter go, by rounds
     alibi: Any  # what is to be known of ALiBi, or None
     distances: Any  # or of a table of distances
@@ -240,8 +239,7 @@ class Consumers(BiasedScores, DistanceScores):
             mask_words=cute.make_rmem_tensor(2, Int32),
             mask_ring=cute.make_rmem_tensor(2, Int32),
             dropout=dropout_of(dropout),
-            tile=cute.make_rmem_tensor(2, Int32) if self.config.dropout else None,
-            place=self.place_of(shared, group) if self.config.dropout else None,
+            tile=cute.make_rmem_tensor(4, Int32) if self.config.dropout else None,
             drawn=self.drawn(shared, group) if self.config.dropout else None,
             alibi=self.alibi(bias, shared),
             distances=self.distances(bias),
@@ -285,9 +283,8 @@ class Consumers(BiasedScores, DistanceScores):
     def start(self, work: Any, head: Any, batch: Any, places: Any) -> None:
         """Nothing seen yet of the tile's rows."""
         if self.config.dropout:
-            lane, place = cute.arch.lane_idx(), cute.make_tensor(work.place, cute.make_layout(2))
-            place[0], place[1] = head, places[0][0] - lane // 4 + lane % 16
-            work.tile[0] = batch
+            lane = cute.arch.lane_idx()
+            work.tile[0], work.tile[1], work.tile[2] = head, batch, places[0][0] - lane // 4 + lane % 16
         work.acc_o.fill(0.0)
         work.row_max.fill(-Float32.inf)
         work.row_sum.fill(0.0)
@@ -406,26 +403,21 @@ class Consumers(BiasedScores, DistanceScores):
     def note_tile(self, work: Any, n: Any) -> None:
         """For dropout, the number of the key tile that is next, where steps do not count them."""
         if self.config.dropout:
-            work.tile[1] = n
+            work.tile[3] = n
 
     @cute.jit
     def drop(self, work, n):
         """Draw what dropout drops of key tile ``n``, while the tensor cores compute their scores."""
         if const_expr(self.config.dropout):
-            head, row = reload(work.place)
-            counter = (work.tile[1] if const_expr(self.config.columns) else n) * (self.tile_n // COUNTED)
-            draw_for_rows(work.dropout, head, work.tile[0], row, counter, self.tile_n, work.drawn)
+            head, batch, row, tile = [work.tile[i] for i in range(4)]
+            counter = (tile if const_expr(self.config.columns) else n) * (self.tile_n // COUNTED)
+            draw_for_rows(work.dropout, head, batch, row, counter, self.tile_n, work.drawn)
 
     def drawn(self, shared: Any, group: Any) -> list[Any]:
         """Where this thread's words of a counter go: those of a warp's lanes lie together."""
         thread = group * WARPGROUP + cute.arch.thread_idx()[0] % WARPGROUP
         start = shared.drops + (thread // 32 * self.rounds * 32 + thread % 32) * 4
         return [start + i * 32 * 4 for i in range(self.rounds)]
-
-    def place_of(self, shared: Any, group: Any) -> Any:
-        """Two words of this thread, behind all those."""
-        thread = group * WARPGROUP + cute.arch.thread_idx()[0] % WARPGROUP
-        return (shared.drops + self.tile_m * self.rounds * 8 + 2 * thread).align(8)
 
     @cute.jit
     def drop_packed(self, work):
