@@ -417,9 +417,9 @@ def takes_columns(features: Features) -> bool:
     """Whether the backward has a kernel for this call's column mask: where registers suffice; of packed calls to 128."""
     dims, softcap, dropout = backward_dims(features), features.softcap, features.dropout
     if max(dims) < 128:
-        spills = dropout and features.deterministic
+        spills = dropout and softcap and features.deterministic
     elif max(dims) == 128:
-        spills = softcap or dropout
+        spills = softcap or (dropout and features.deterministic)
     else:
         spills = (softcap and (features.deterministic or dims in PAIRS)) or features.varlen
     return not spills
