@@ -80,7 +80,7 @@ def test_rows_and_counters_are_independent() -> None:
 
 @pytest.mark.parametrize("dropout_p", [1e-9, 0.003, 0.1, 0.5, 0.50001, 0.9, 1 - 1e-9])
 def test_kernels_are_told_the_same(dropout_p: float) -> None:
-    """Two halves of an int32, whose sign says which side is kept; as fp16, which kernels compare, numbers have the same order."""
+    """Two halves of an int32, whose sign says which side is kept; as fp16, which kernels compare, the order is the same."""
     told = philox.kernel_bound(dropout_p)
     assert -(2**31) <= told < 2**31 and (told < 0) == (dropout_p > 0.5)
     assert told & 0x7FFF == told >> 16 & 0x7FFF == philox.bound(dropout_p) and 1 <= philox.bound(dropout_p) <= 0x4000
