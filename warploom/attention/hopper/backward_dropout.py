@@ -40,6 +40,9 @@ class Drops(Fields):
 class DropoutSteps(BiasSteps, DistanceSteps):
     """Of accumulators whose rows are keys."""
 
+    statistics: Any  # the consumers' methods
+    share: Any
+
     def drops(self, work: Any) -> Drops | None:
         """What a warpgroup keeps for dropout, of a block or of a call; None without."""
         if not self.config.dropout:

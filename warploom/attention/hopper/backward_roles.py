@@ -326,7 +326,7 @@ class RolesBackward(HopperBackward):
     @cute.jit
     def differentiate(self, r, delta):
         """dS / scale from P and dP, in dP's place."""
-        dp = self.kept_dp(r) if const_expr(self.config.dropout) else None
+        dp = self.kept_dp(r) if const_expr(self.config.dropout) else {}
         for i in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.keys_each // 4):
                 weight = r.rows_s[i, c] * r.slopes[i, c] if const_expr(self.config.softcap) else r.rows_s[i, c]
@@ -363,7 +363,7 @@ class RolesBackward(HopperBackward):
 
     def kept_dp(self, r: Any) -> dict[tuple[int, int], Any]:
         """dP where dropout keeps it, else 0."""
-        found = {}
+        found: dict[tuple[int, int], Any] = {}
         for i in range(2):
             for c in range(0, self.keys_each // 4, 2):
                 two = [r.rows_dp[i, c + j] for j in (0, 1)]
