@@ -66,7 +66,7 @@ class Chunked:
         """Multipliers (sequences, heads_q, whole, seqlen_k)."""
         p, seed = self.keywords["dropout_p"], torch.tensor([self.keywords["dropout_seed"]])
         sizes = (len(self.offsets) // self.chunks, self.call.heads_q, self.whole, self.call.seqlen_k)
-        kept = philox.keep_mask(seed, p, *(torch.arange(n) for n in sizes)) / (1.0 - p)
+        kept = philox.keep_mask(seed, p, *(torch.arange(n) for n in sizes)) * philox.keep_scale(p)
         return kept.to(self.q.device)
 
     def _hostile(self, t: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def model(call: Call) -> dict[str, Tensor]:
     if args.dropout_p:
         batches, heads = torch.arange(call.batch, device=q.device), torch.arange(call.heads_q, device=q.device)
         kept = philox.keep_mask(args.dropout_seed, args.dropout_p, batches, heads, rows, cols)
-        keep = kept / (1.0 - args.dropout_p)
+        keep = kept * philox.keep_scale(args.dropout_p)
     shape = (call.batch, call.heads_q, call.seqlen_q)
     out_like = q.new_empty((call.batch, call.seqlen_q, call.heads_q, v.shape[-1]))
     dout, dlse = call.upstream(out_like, torch.empty(shape, device=q.device))

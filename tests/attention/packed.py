@@ -178,7 +178,7 @@ class Packed:
         device = self.device
         if p:
             at = [torch.tensor([n], device=device), *(torch.arange(m, device=device) for m in (self.heads_q, length, used))]
-            keep = philox.keep_mask(torch.tensor([self.keywords["dropout_seed"]], device=device), p, *at) / (1.0 - p)
+            keep = philox.keep_mask(torch.tensor([self.keywords["dropout_seed"]], device=device), p, *at) * philox.keep_scale(p)
         scale = self.keywords.get("scale", self.head_dim**-0.5)
         options = {"scale": scale, "softcap": self.keywords.get("softcap", 0.0), "sink": self.sinks, "keep": keep}
         low = low_precision(q, k, v, dout, self.dlse[None, :, rows], seen, **options)

@@ -175,4 +175,4 @@ class Sharded:
         seqlen_k = self.seqlen_q if self.seqlen_k is None else self.seqlen_k
         sizes = (self.batch, self.heads_q, self.seqlen_q, seqlen_k)
         seed = torch.tensor([self.keywords["dropout_seed"]])
-        return philox.keep_mask(seed, p, *(torch.arange(n) for n in sizes)).double().to(self.device) / (1.0 - p)
+        return philox.keep_mask(seed, p, *(torch.arange(n) for n in sizes)).double().to(self.device) * philox.keep_scale(p)

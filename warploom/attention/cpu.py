@@ -368,7 +368,7 @@ def _scores(
 
 
 def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _Step) -> Tensor | None:
-    """1/(1-p) where dropout keeps an element, else 0; None without dropout."""
+    """`philox.keep_scale` where dropout keeps an element, else 0; None without dropout."""
     if not args.dropout_p:
         return None
     assert args.dropout_seed is not None
@@ -377,7 +377,7 @@ def _kept(args: AttentionArgs, part: _Part, heads: slice, tile: _Tile, step: _St
     rows = part.first_row + tile.row_index
     seed, first = philox.split_seed(args.dropout_seed)
     keep = philox.keep_mask(seed, args.dropout_p, part.batch_index, heads_index + first, rows, cols)
-    return keep.float() / (1.0 - args.dropout_p)
+    return keep.float() * philox.keep_scale(args.dropout_p)
 
 
 def _backward_dense(

@@ -75,7 +75,7 @@ def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
 
     weights = weights / total
     if args.dropout_p:
-        weights = weights * _keep(args, q, k, batches) / (1.0 - args.dropout_p)
+        weights = weights * _keep(args, q, k, batches) * philox.keep_scale(args.dropout_p)
     out = _weighted_sum(weights, v, seen, exact)
     return out.transpose(1, 2).to(args.q.dtype), lse
 
@@ -158,7 +158,7 @@ def _backward_dense(
     dweights, kept = dout @ v.transpose(-1, -2), weights
     if args.dropout_p:
         batches = torch.arange(first_batch, first_batch + q.shape[0], device=q.device)
-        keep = _keep(args, q, k, batches).to(q.dtype) / (1.0 - args.dropout_p)
+        keep = _keep(args, q, k, batches).to(q.dtype) * philox.keep_scale(args.dropout_p)
         dweights, kept = dweights * keep, weights * keep
     delta = (dout * out).sum(-1)
     if dlse is not None:

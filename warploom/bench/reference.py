@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from warploom.attention.philox import philox, threshold
+from warploom.attention.philox import keep_mask, keep_scale
 from warploom.bench.harness import WrongResult
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.visible import visible
@@ -58,11 +58,10 @@ class Dropout:
     seed: Tensor  # int64, one element
 
     def kept(self, batch: int, head: int, rows: Tensor, keys: int) -> Tensor:
-        """What survives of one head, over 1 - p: fp32 (rows, keys)."""
-        quads = torch.arange((keys + 3) // 4, device=rows.device)
-        counter = quads, rows[:, None], torch.full_like(quads, head), torch.full_like(quads, batch)
-        words = torch.broadcast_tensors(*philox(self.seed.reshape(()), counter))
-        return (torch.stack(words, -1).flatten(1)[:, :keys] >= threshold(self.p)) / (1 - self.p)
+        """What survives of one head, times `keep_scale`: fp32 (rows, keys)."""
+        one = torch.zeros(1, dtype=torch.int64, device=rows.device)
+        keep = keep_mask(self.seed, self.p, one + batch, one + head, rows, torch.arange(keys, device=rows.device))
+        return keep[0, 0] * keep_scale(self.p)
 
 
 def one_head(

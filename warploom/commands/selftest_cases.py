@@ -140,7 +140,7 @@ class Call:
             p = keywords["dropout_p"]
             sizes = (q.shape[0], heads, q.shape[1], k.shape[1])
             indices = [torch.arange(n, device=q.device) for n in sizes]
-            options["keep"] = philox.keep_mask(self.dropout_seed, p, *indices).double() / (1.0 - p)
+            options["keep"] = philox.keep_mask(self.dropout_seed, p, *indices).double() * philox.keep_scale(p)
         low = low_precision(q, k, v, dout, dlse, seen, **options)
         parts = {"out": low.out, "lse": low.lse, "dq": low.dq, "dk": low.dk, "dv": low.dv}
         if self.sink is not None:

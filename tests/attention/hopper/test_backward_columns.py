@@ -73,6 +73,12 @@ COLUMNS = {
     "head_dims 192 and 128, causal, dropout, deterministic": backward_config(
         Features(FP16, 192, 128, columns=True, right=True, dropout=True, deterministic=True), short=False
     ),
+    "head_dim 128, causal, dropout": backward_config(
+        Features(BF16, 128, 128, columns=True, right=True, dropout=True), short=False
+    ),
+    "head_dim 96, causal, dropout, deterministic": backward_config(
+        Features(BF16, 96, 96, columns=True, right=True, dropout=True, deterministic=True), short=False
+    ),
     "head_dim 256, causal, dropout": backward_config(
         Features(BF16, 256, 256, columns=True, right=True, dropout=True), short=False
     ),

@@ -57,7 +57,7 @@ def test_probabilities(dim: int, options: dict[str, Any], dropout_p: float) -> N
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (192, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
 def test_column_masks(dims: tuple[int, int], causal: bool) -> None:
     n = 700
     mask = masks.Document(torch.tensor([[100, 450, 150], [1, 600, 99]], device="cuda"), causal=causal)

@@ -129,11 +129,12 @@ def biased(bias: tuple[Any, ...]) -> dict[str, Any]:
 
 def told(dropout: tuple[Any, ...]) -> tuple[Tensor, float, int]:
     """Seed, probability and first key that a module is handed."""
-    words, least, scale, fours = dropout
+    words, bound, scale, first = dropout
     assert words.dtype == torch.int32 and words.shape == (2,) and words.is_contiguous()
-    dropout_p = least % 2**32 / 2**32
-    assert -(2**31) <= least < 2**31 and scale == pytest.approx(1.0 / (1.0 - dropout_p))
-    return words.view(torch.int64), dropout_p, 4 * fours
+    below = bound % 2**15 / 2**15
+    dropout_p = 1.0 - below if bound < 0 else below
+    assert -(2**31) <= bound < 2**31 and scale == pytest.approx(1.0 / (1.0 - dropout_p))
+    return words.view(torch.int64), dropout_p, 16 * first
 
 
 def column_mask(given: tuple[Any, ...], sequences: int | None) -> Mask:
@@ -367,7 +368,7 @@ def test_distances_count_keys_that_are_not_handed_over(window: tuple[int | None,
         assert (largest == 1.0).all()
 
 
-@pytest.mark.parametrize("window", [(12, 0), (20, -5), (0, 3)])
+@pytest.mark.parametrize("window", [(12, 0), (28, -5), (12, 3)])
 def test_dropout_counts_keys_that_are_not_handed_over(window: tuple[int, int]) -> None:
     q, k, v = (torch.randn(1, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))
     options: dict[str, Any] = {"window": window, "dropout_p": 0.4, "dropout_seed": 2**61 + 5}
@@ -376,17 +377,18 @@ def test_dropout_counts_keys_that_are_not_handed_over(window: tuple[int, int]) -
     assert_same(run.forward(dense_args(q, k, v, **options)), want)
 
 
-def test_kernels_do_not_begin_between_keys_that_share_words() -> None:
+def test_kernels_do_not_begin_between_keys_that_share_a_counter() -> None:
     q, cu = torch.zeros(1, 40, 2, 16).half(), torch.tensor([0, 5, 40], dtype=torch.int32)
     k, cu_k = torch.zeros(1, 100, 2, 16).half(), torch.tensor([0, 15, 100], dtype=torch.int32)
     given = {"dropout_seed": 1}
     for window, dropout_p, want in (
         ((12, 0), 0.5, False),
         ((13, 0), 0.5, True),
+        ((16, 0), 0.5, True),
         ((13, 0), 0.0, False),
         ((None, 3), 0.5, False),
     ):
-        assert run.parts_fours(dense_args(q, k, k, window=window, dropout_p=dropout_p, **given)) == want
+        assert run.parts_counters(dense_args(q, k, k, window=window, dropout_p=dropout_p, **given)) == want
     for band, starts, want in (
         ((12, 0), (cu,), False),
         ((-3, 9), (cu,), True),
@@ -394,7 +396,7 @@ def test_kernels_do_not_begin_between_keys_that_share_words() -> None:
         (None, (cu, cu_k), False),
     ):
         keys = q[0] if len(starts) == 1 else k[0]
-        assert run.parts_fours(varlen_args(q[0], keys, keys, *starts, window=band, dropout_p=0.5, **given)) == want
+        assert run.parts_counters(varlen_args(q[0], keys, keys, *starts, window=band, dropout_p=0.5, **given)) == want
 
 
 def test_far_bands_fit_32_bits() -> None:

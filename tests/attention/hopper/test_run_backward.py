@@ -24,7 +24,7 @@ from warploom.attention.band import seen
 from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.config import TABLE, BackwardConfig
 from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
-from warploom.attention.philox import keep_mask
+from warploom.attention.philox import keep_mask, keep_scale
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.bias import ALiBi, Relative
 from warploom.kernels.distances import head_length
@@ -78,7 +78,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             dropout_seed, dropout_p, begin = told(dropout)
             batch = torch.arange(s.shape[0]) if sequence is None else torch.tensor([sequence])
             rows, cols = torch.arange(s.shape[2]), begin + torch.arange(s.shape[3])
-            keep = keep_mask(dropout_seed, dropout_p, batch, torch.arange(s.shape[1]), rows, cols) / (1.0 - dropout_p)
+            keep = keep_mask(dropout_seed, dropout_p, batch, torch.arange(s.shape[1]), rows, cols) * keep_scale(dropout_p)
         ds = p * (keep * (dout @ values.transpose(-1, -2)) - delta[..., None]) * slope * scale
         if variant["bias_grad"]:
             assert bias is not None and not gradient[0].any()

@@ -44,7 +44,7 @@ def test_rows_of_a_rank(name: str) -> None:
     dout = dout.masked_fill(~here[:, None, None], 0.0)  # of the other rank's rows nothing comes
     seen = band.get("mask", masks.Causal()).dense(SEQLEN, SEQLEN)
     sizes = (torch.arange(1), torch.arange(head, head + 2), torch.arange(SEQLEN), torch.arange(SEQLEN))
-    keep = philox.keep_mask(torch.tensor(seed), dropout["dropout_p"], *sizes).double() / (1.0 - dropout["dropout_p"])
+    keep = philox.keep_mask(torch.tensor(seed), dropout["dropout_p"], *sizes).double() * philox.keep_scale(dropout["dropout_p"])
     models = []
     for dtype in (torch.float64, torch.float32):
         given = (t.to(dtype) for t in (q, k, v, dout))

@@ -525,7 +525,7 @@ def expect(p: Attention, given: dict[str, Any], oracle: SimpleNamespace, again: 
         kept = oracle.kept(p.dropout_seed, p.dropout_p, p.batch, p.heads_q, p.seqlen_q, p.seqlen_k, device)
         if p.offsets:
             kept = oracle.kept_of_chunks(kept, [b // p.chunks for b in range(p.batch)], p.offsets, p.rows)
-        keep = kept.double() / (1.0 - p.dropout_p)
+        keep = kept.double() * oracle.factor(p.dropout_p)
     dlse = given["dlse"] if p.backward else None
     dout = None if p.lse_gradient == "only" else given["dout"]
     tensors = {"q": given["q"], "k": given["k"], "v": given["v"], "dout": dout}

@@ -490,7 +490,7 @@ def expect(p: Varlen, given: dict[str, Any], oracle: SimpleNamespace, again: boo
     keep = None
     if p.dropout_p:
         sizes = (len(p.lengths_q), p.heads_q, at.queries.shape[1], at.keys.shape[1])
-        keep = oracle.kept(p.dropout_seed, p.dropout_p, *sizes, device).double() / (1.0 - p.dropout_p)
+        keep = oracle.kept(p.dropout_seed, p.dropout_p, *sizes, device).double() * oracle.factor(p.dropout_p)
     pages = {n: given[n] for n in "kv"}
     if p.fp8:
         pages = {n: Decode().widened(pages[n], given["scales"][n]) for n in "kv"}

@@ -98,6 +98,7 @@ def functions() -> SimpleNamespace:
         seen_of_chunks=masks.of_chunks,
         kept_of_chunks=masks.of_chunks,
         kept=philox.kept,
+        factor=philox.factor,
         products=products,
         rounded_weights=rounded_weights,
         bend=bend,
@@ -142,12 +143,12 @@ def attend(
         seen: bool, broadcastable to (batch, heads_q, seqlen_q, seqlen_k).
         bias: added to the scores where they are seen, (batch|1, heads_q|1, seqlen_q|1, seqlen_k|1); with one, dscores are
             returned too, its gradient before it is summed.
-        sink: (heads_q,); keep: bool multipliers of dropout and 1 / (1 - p) in one, or None.
+        sink: (heads_q,); keep: bool multipliers of dropout and their factor in one, or None.
         dlse: (batch, heads_q, seqlen_q).
         stats: max logits and column sums are returned too, which neither the sink nor dropout changes.
         rounded: a low-precision model rounds unnormalised P, dS and out to it; None: nothing is rounded.
         shift: by so much the model's running maximum is above the true one when P is rounded.
-        late: the model rounds P before dropout's 1 / (1 - p), not after: all its errors differ where weights are equal.
+        late: the model rounds P before dropout's factor, not after: all its errors differ where weights are equal.
     """
     heads_q, heads_kv = q.shape[1], k.shape[1]
     seen = seen.expand(*q.shape[:3], k.shape[2])

@@ -1,7 +1,9 @@
 """Philox-4x32-10 by 16-bit halves, and the elements that dropout keeps.
 
-Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The contract: the counter is (key // 4, query,
-head, batch), the 64-bit seed is the key, and element (.., key) takes word key % 4; words below p · 2³² drop.
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. The contract: the counter is (key // 16, query,
+head, batch), the 64-bit seed is the key, and its words are sixteen bytes, the lowest first. Keys n and n + 8 of sixteen share
+bytes 2n and 2n + 1: of the former the second one comes first, of the latter the first one, less its highest bit, which makes a
+number of 15 bits. p is rounded to so many steps, at least one from either end; the rarer outcome has the lowest numbers.
 """
 
 from __future__ import annotations
@@ -30,6 +32,16 @@ def words(seed: int, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Te
     return c0, c1, c2, c3
 
 
+def dropped(dropout_p: float) -> int:
+    """Of 32768 elements how many are dropped."""
+    return min(max(round(dropout_p * 32768), 1), 32767)
+
+
+def factor(dropout_p: float) -> float:
+    """What is kept counts so much."""
+    return 32768 / (32768 - dropped(dropout_p))
+
+
 def kept(
     seed: int, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device | str
 ) -> Tensor:
@@ -38,8 +50,13 @@ def kept(
     def numbers(n: int, dim: int) -> Tensor:
         return torch.arange(n, device=device).view([-1 if d == dim else 1 for d in range(4)])
 
-    quads = numbers(-(-seqlen_k // 4), 3)
-    drawn = words(seed, quads, numbers(seqlen_q, 2), numbers(heads, 1), numbers(batch, 0))
-    shape = (batch, heads, seqlen_q, quads.shape[3])
-    each = torch.stack([w.expand(shape) for w in drawn], -1).flatten(3)[..., :seqlen_k]
-    return each >= min(int(dropout_p * 2**32), _LOW)
+    counters = numbers(-(-seqlen_k // 16), 3)
+    drawn = words(seed, counters, numbers(seqlen_q, 2), numbers(heads, 1), numbers(batch, 0))
+    shape = (batch, heads, seqlen_q, counters.shape[3])
+    each = torch.stack([(w >> 8 * n & 255).expand(shape) for w in drawn for n in range(4)], -1)
+    lower, upper = each[..., 0::2], each[..., 1::2]
+    first, second = torch.cat((upper, lower), -1), torch.cat((lower, upper), -1)
+    found = (first % 128 * 256 + second).flatten(3)[..., :seqlen_k]
+    if dropout_p > 0.5:
+        return found < 32768 - dropped(dropout_p)
+    return found >= dropped(dropout_p)

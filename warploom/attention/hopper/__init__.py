@@ -99,10 +99,10 @@ _found = traced.Found()
 
 
 def _takes_backward(args: AttentionArgs, dlse: bool) -> bool:
-    from warploom.attention.hopper.run import parts_fours
+    from warploom.attention.hopper.run import parts_counters
     from warploom.attention.hopper.run_backward import described
 
-    if parts_fours(args):
+    if parts_counters(args):
         return False
     # The mask is an infinite score, which only a positive scale keeps at the right end; views of packed tokens reach so far.
     if args.scale <= 0.0 or (args.cu_seqlens_q is not None and max(args.q.shape[0], args.k.shape[0]) > MOST_KEYS):
@@ -265,9 +265,9 @@ class Hopper(Beside):
             # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
             return _next(args, False).forward(args)
         from warploom.attention.hopper.run import forward as run
-        from warploom.attention.hopper.run import parts_fours
+        from warploom.attention.hopper.run import parts_counters
 
-        if parts_fours(args):
+        if parts_counters(args):
             return _next(args, False).forward(args)
         return run(args)
 
@@ -304,9 +304,9 @@ class Hopper(Beside):
         if args.bias is not None:
             return None
         from warploom.attention.hopper.run import bind as run
-        from warploom.attention.hopper.run import parts_fours
+        from warploom.attention.hopper.run import parts_counters
 
-        return None if parts_fours(args) else run(args)
+        return None if parts_counters(args) else run(args)
 
     def writes_into(self, args: AttentionArgs) -> bool:
         """Of calls without dropout or pages; ``into`` has strides of whole 16 bytes, and a last one of 1."""

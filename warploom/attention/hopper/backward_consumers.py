@@ -482,6 +482,7 @@ class Consumers(Dealer, DropoutSteps):
         """
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
+        r = self.at_slot(r, stage)
         near = const_expr(self.reads_distances and place == NEAR)
         if const_expr(near):
             hides = self.may_hide(r.distances.given, r.distances.head[0])
@@ -509,7 +510,7 @@ class Consumers(Dealer, DropoutSteps):
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
         if const_expr(self.ping_pong):
             self.pass_ping_pong(r.group)
-        self.find_kept(r, m)
+        self.draw(r, m)
         warpgroup.wait_group(1)
         if const_expr(config.columns and masked):
             self.hide(r)
@@ -532,11 +533,14 @@ class Consumers(Dealer, DropoutSteps):
         if const_expr(halves):
             level = self.statistics(r, stage, 0)
             self.probabilities(r, m, level, masked, place, 1)
-        if const_expr((not spare or halves) and not self.fold):
+        if const_expr((not spare or halves) and not (self.fold or config.dropout)):
             delta = self.statistics(r, stage, 1)
-        self.differentiate(r, delta)
-        pack(r.acc_dp, r.ds, self.dtype)
-        self.share(r, stage)
+        if const_expr(config.dropout):
+            self.share_kept(r)
+        else:
+            self.differentiate(r, delta)
+            pack(r.acc_dp, r.ds, self.dtype)
+            self.share(r, stage)
         if const_expr(config.bias_grad):  # behind that: before dS is packed ptxas spills more at 128
             if const_expr(near):
                 self.add_near(r, m)
@@ -575,10 +579,10 @@ class Consumers(Dealer, DropoutSteps):
                 self.pass_ping_pong(group)
 
     @cute.jit
-    def statistics(self, r, stage, which):
-        """A row statistic of this thread's queries, in the order of an accumulator's columns."""
-        groups = self.tile_m // 8
-        source = r.stats + cute.assume(stage * (2 * self.tile_m), divby=2) + which * self.tile_m
+    def statistics(self, r, stage, which, first=0, queries=0):
+        """A row statistic of this thread's queries, or of ``queries`` from the ``first`` on, in the order of columns."""
+        groups = (queries or self.tile_m) // 8
+        source = r.stats + cute.assume(stage * (2 * self.tile_m), divby=2) + (which * self.tile_m + first)
         values = cute.make_rmem_tensor((2, groups), Float32)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, groups), stride=(1, 8))), values)
         return cute.make_tensor(values.iterator, cute.make_layout(2 * groups))
@@ -602,7 +606,7 @@ class Consumers(Dealer, DropoutSteps):
         p_words = words(r.p)
         if const_expr(self.biased):
             level_of = self.level_of(r, m, masked)
-        elements = self.elements()
+        elements = [(c, i) for c in range(0, self.tile_m // 4, 2) for i in range(2)]
         if const_expr(half >= 0):
             elements = elements[half * len(elements) // 2 : (half + 1) * len(elements) // 2]
         for c, i in elements:
@@ -614,9 +618,8 @@ class Consumers(Dealer, DropoutSteps):
                 if const_expr(self.reads_distances and place == FAR and not config.right):
                     above = above - r.distances.right[0]
                 weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
-                passed = weight * slope if const_expr(self.config.softcap) else weight
-                r.rows_s[i, c + j] = self.marked(r, i, c + j, passed)
-                p.append(self.keep(r, i, c + j, weight))
+                r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
+                p.append(weight)
             p_words[i + c] = pack16(p[0], p[1], self.dtype)
 
     @cute.jit
@@ -639,21 +642,17 @@ class Consumers(Dealer, DropoutSteps):
     @cute.jit
     def differentiate(self, r, delta):
         """dS / scale from P and dP, in dP's place."""
-        if const_expr(self.config.dropout):
-            self.differentiate_kept(r, delta)
-        else:
-            for c in cutlass.range_constexpr(self.tile_m // 4):
-                for i in cutlass.range_constexpr(2):
-                    if const_expr(delta is None):
-                        r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
-                    else:
-                        r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - delta[c])
+        for c in cutlass.range_constexpr(self.tile_m // 4):
+            for i in cutlass.range_constexpr(2):
+                if const_expr(delta is None):
+                    r.rows_dp[i, c] = r.rows_s[i, c] * r.rows_dp[i, c]
+                else:
+                    r.rows_dp[i, c] = r.rows_s[i, c] * (r.rows_dp[i, c] - delta[c])
 
-    @cute.jit
-    def share(self, r, slot):
-        """dS, rows now queries, where both warpgroups read it."""
+    def share(self, r: Any, slot: Any, sixteens: Any = None) -> None:
+        """dS, rows now queries, where both warpgroups read it; of some ``sixteens`` of queries alone."""
         target = r.ds_target + slot * (self.tile_m * self.tile_n)
-        for i in cutlass.range_constexpr(self.tile_m // 16):
+        for i in sixteens or range(self.tile_m // 16):
             four = [words(r.ds)[4 * i + j] for j in range(4)]
             store_matrices(target + i * (16 * 64), four, transposed=True)
 

@@ -1,4 +1,4 @@
-"""Dropout in the backward: the bits of a step, found while the tensor cores compute its scores, and what they keep.
+"""Dropout in the backward: drawn for a step while the tensor cores compute its scores, read where P and dS are there.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -8,16 +8,24 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 
 from warploom.attention.hopper.backward_base import LOADER, Work
 from warploom.attention.hopper.backward_bias import BiasSteps
 from warploom.attention.hopper.backward_distances import DistanceSteps
-from warploom.kernels.cute.dropout import bits_of_columns, kept
+from warploom.kernels.cute.dropout import (
+    COUNTED,
+    draw_for_columns,
+    drawn_for_columns,
+    exchanged,
+    kept,
+    kept_halves,
+    rounds_of,
+)
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import pin_bits, reload
+from warploom.kernels.cute.instructions import pack16, reload
+from warploom.kernels.cute.wgmma import words
 
 
 class Drops(Fields):
@@ -26,11 +34,14 @@ class Drops(Fields):
     given: Any  # what the call says of it
     seed: Any  # its address in shared memory
     head: Any  # registers: query head, batch or packed sequence, the block's first key
-    bits: Any  # registers: of a step
+    slot: Any  # of dS, of a step
 
 
 class DropoutSteps(BiasSteps, DistanceSteps):
     """Of accumulators whose rows are keys."""
+
+    statistics: Any  # the consumers' methods
+    share: Any
 
     def drops(self, work: Any) -> Drops | None:
         """What a warpgroup keeps for dropout, of a block or of a call; None without."""
@@ -41,7 +52,7 @@ class DropoutSteps(BiasSteps, DistanceSteps):
             given=given.dropout,
             seed=given.shared.seed,
             head=cute.make_rmem_tensor(3, Int32),
-            bits=cute.make_rmem_tensor(2, Int32),
+            slot=None,
         )
 
     @cute.jit
@@ -78,42 +89,48 @@ class DropoutSteps(BiasSteps, DistanceSteps):
         self.take_member(r, work, member)
         return step - member * work.m_blocks
 
+    def at_slot(self, r: Any, slot: Any) -> Any:
+        """The same, of a step whose dS goes there."""
+        return r.but(drops=r.drops.but(slot=slot)) if self.config.dropout else r
+
+    def drawn(self, r: Any) -> list[Any]:
+        """Where this thread's words of a counter go, by rounds: where its last dS goes later in the step."""
+        tile, rounds = r.ds_target + r.drops.slot * (self.tile_m * self.tile_n), rounds_of(self.tile_m, 16)
+        return [tile + i * (16 * 64) for i in range(self.tile_m // 16 - rounds, self.tile_m // 16)]
+
     @cute.jit
-    def find_kept(self, r, m):
-        """Bits of this thread's elements of query tile ``m``, before the wait that follows."""
+    def draw(self, r, m):
+        """Draw what dropout drops of query tile ``m``, before the wait that follows."""
         if const_expr(self.config.dropout):
             head, batch, key = [r.drops.head[i] for i in range(3)]
+            counter = (key + r.row) // COUNTED
             read_seed = partial(reload, r.drops.seed)
-            for n in cutlass.range_constexpr(self.tile_m // 64):
-                row = m * self.tile_m + n * 64
-                bits = bits_of_columns(r.drops.given, read_seed, head, batch, key + r.row, row)
-                r.drops.bits[n] = bits
-                pin_bits(bits, r.ds_target)
+            given, row, columns = r.drops.given, m * self.tile_m, self.tile_m
+            draw_for_columns(given, read_seed, head, batch, row, counter, columns, self.drawn(r))
+            cute.arch.sync_warp()
 
-    def elements(self) -> list[tuple[int, int]]:
-        """(First column, row) of an accumulator's pairs of columns, in the order of its registers, or of the bits."""
-        columns = range(0, self.tile_m // 4, 2)
-        if self.config.dropout and not self.config.pair:
-            return [(c + n, i) for n in range(0, len(columns) * 2, 16) for i in range(2) for c in range(0, 16, 2)]
-        return [(c, i) for c in columns for i in range(2)]
-
-    def keep(self, r: Any, i: int, c: int, x: Any) -> Any:
-        """Element (i, c) of an accumulator if dropout keeps it, else 0."""
-        if not self.config.dropout:
-            return x
-        return kept(r.drops.bits[c // 16], 16 * i + c % 16, x)
+    def pairs(self, target: Any, i: int) -> list[tuple[int, int, Any]]:
+        """(Row, first column, what was drawn) of an accumulator's pairs of columns in round ``i``."""
+        found = []
+        for n, pair in enumerate(drawn_for_columns(target, i, self.tile_m)):
+            found += [(0, 8 * i + 2 * n, pair), (1, 8 * i + 2 * n, exchanged(pair))]
+        return found
 
     @cute.jit
-    def differentiate_kept(self, r, delta):
-        """dS / scale from P and dP, in dP's place."""
-        for c, i in self.elements():
-            for j in (0, 1):
-                dp = self.keep(r, i, c + j, r.rows_dp[i, c + j])
-                r.rows_dp[i, c + j] = r.rows_s[i, c + j] * (dp * r.drops.given.scale - delta[c + j])
+    def share_kept(self, r):
+        """dS as an operand and where both warpgroups read it, from P and dP, and zeros in the operand P for what is dropped.
 
-    def marked(self, r: Any, i: int, c: int, weight: Any) -> Any:
-        """P as dS takes it, whose bits are at hand there."""
-        return weight
+        Round by round: none is read before the last one's dS is stored, else ptxas would have no registers for them.
+        """
+        scale, bound, p_words, ds_words = r.drops.given.scale, r.drops.given.bound, words(r.p), words(r.ds)
+        for n, target in enumerate(self.drawn(r)):
+            delta = self.statistics(r, r.drops.slot, 1, 32 * n, min(32, self.tile_m - 32 * n))
+            for i, c, pair in self.pairs(target, n):
+                p_words[i + c] = kept_halves(p_words[i + c], pair, bound)
+                dp = kept(pair, bound, [r.rows_dp[i, c + j] for j in (0, 1)], [Float32(0.0)] * 2)
+                two = [r.rows_s[i, c + j] * (dp[j] * scale - delta[c - 8 * n + j]) for j in (0, 1)]
+                ds_words[i + c] = pack16(two[0], two[1], self.dtype)
+            self.share(r, r.drops.slot, range(2 * n, min(2 * n + 2, self.tile_m // 16)))
 
     def kept_scale(self, r: Any) -> Any:
         """What is kept of P counts so much."""

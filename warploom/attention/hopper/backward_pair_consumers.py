@@ -20,13 +20,13 @@ from warploom.attention.hopper.backward_consumers import Consumers
 from warploom.attention.hopper.backward_pair_base import KEYS, OTHER, OWN, PARTS, VALUES, PairBase
 from warploom.kernels.cute.barriers import BackwardBarrier, PairBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
-from warploom.kernels.cute.dropout import kept
+from warploom.kernels.cute.dropout import kept, kept_halves, rounds_of
 from warploom.kernels.cute.instructions import from_half, pack16
 from warploom.kernels.cute.memory import bulk_send
 from warploom.kernels.cute.rings import release, release_other
 from warploom.kernels.cute.softmax import multipliers
 from warploom.kernels.cute.tiles import transposed
-from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack, part_of
+from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack, part_of, words
 
 
 class PairOperands(Operands):
@@ -178,10 +178,11 @@ class PairConsumers(PairBase, Consumers):
         if j > r.begin:
             self.wait_for_ds(r, j - 1)
         self.gemm_dq(r)  # in the first step nobody reads it
-        self.find_kept(r, m)
+        self.draw(r, m)
         if const_expr(self.config.dropout):  # not before: Philox needs the registers
             level = self.statistics(r, stage, 0)
         self.probabilities(r, m, level, masked)
+        self.drop(r)
         wait(PairBarrier.P_TAKEN, BOTH)
         self.release_both(r, shared.q_empty + stage)  # all lanes have read the row statistics
         for i in cutlass.range_constexpr(self.tile_m * self.tile_n // (8 * WARPGROUP)):
@@ -304,9 +305,20 @@ class PairConsumers(PairBase, Consumers):
         if j + 1 < r.past:
             self.release_both(r, shared.do_empty + dout_stage)
 
-    def marked(self, r: Any, i: int, c: int, weight: Any) -> Any:
-        """P as it passes to KEYS, negative where dropout drops it."""
-        return kept(r.drops.bits[0], 16 * i + c, weight, -weight) if self.config.dropout else weight
+    def drawn(self, r: Any) -> list[Any]:
+        """Where this thread's words of a counter go: where its P goes later in the step, as KEYS has read the last one."""
+        return [r.p_target + i * 4 * WARPGROUP for i in range(rounds_of(self.tile_m, 16))]
+
+    @cute.jit
+    def drop(self, r):
+        """Zeros in the operand P for what dropout drops, of which P as it passes to KEYS is negative."""
+        if const_expr(self.config.dropout):
+            bound, p_words = r.drops.given.bound, words(r.p)
+            for n, target in enumerate(self.drawn(r)):
+                for i, c, pair in self.pairs(target, n):
+                    p_words[i + c] = kept_halves(p_words[i + c], pair, bound)
+                    p = [r.rows_s[i, c + j] for j in (0, 1)]
+                    r.rows_s[i, c], r.rows_s[i, c + 1] = kept(pair, bound, p, [-x for x in p])
 
     @cute.jit
     def signed_weight(self, weight, dp, delta):

@@ -23,8 +23,16 @@ from warploom.attention.hopper.config import BackwardConfig, box_columns
 from warploom.kernels.cute.barriers import BackwardBarrier, RolesBarrier, wait
 from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.columns import in_tile, intervals
-from warploom.kernels.cute.dropout import bits_of_rows, kept
-from warploom.kernels.cute.instructions import pack16, pin_bits, shifted, store_matrices
+from warploom.kernels.cute.dropout import (
+    COUNTED,
+    draw_for_rows,
+    drawn_for_rows,
+    exchanged,
+    kept,
+    kept_halves,
+    rounds_of,
+)
+from warploom.kernels.cute.instructions import pack16, shifted, store_matrices
 from warploom.kernels.cute.rings import release
 from warploom.kernels.cute.softmax import multipliers
 from warploom.kernels.cute.tiles import transposed
@@ -190,7 +198,7 @@ class RolesBackward(HopperBackward):
         level, delta = self.statistics(r, stage, 0), self.statistics(r, stage, 1)
         cute.arch.mbarrier_wait(shared.do_full + dout_stage, dout_phase)
         gemm(r.mma_scores, r.acc_dp, r.dout[None, None, None, dout_stage], r.v, False)
-        self.find_kept(r, m)
+        self.draw(r, m)
         warpgroup.wait_group(1)
         if const_expr(not columns):
             if const_expr(r.role == VALUES):
@@ -318,28 +326,50 @@ class RolesBackward(HopperBackward):
     @cute.jit
     def differentiate(self, r, delta):
         """dS / scale from P and dP, in dP's place."""
+        dp = self.kept_dp(r) if const_expr(self.config.dropout) else {}
         for i in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(self.keys_each // 4):
                 weight = r.rows_s[i, c] * r.slopes[i, c] if const_expr(self.config.softcap) else r.rows_s[i, c]
                 if const_expr(self.config.dropout):
-                    kept_dp = self.keep(r, i, c, r.rows_dp[i, c])
-                    r.rows_dp[i, c] = weight * (kept_dp * r.drops.given.scale - delta[i])
+                    r.rows_dp[i, c] = weight * (dp[i, c] * r.drops.given.scale - delta[i])
                 else:
                     r.rows_dp[i, c] = weight * (r.rows_dp[i, c] - delta[i])
 
+    def drops(self, work: Any) -> Any:
+        """As of other warpgroups, and what was drawn for a step, in registers: P comes where its words were."""
+        found = super().drops(work)
+        return found and found.but(slot=cute.make_rmem_tensor(self.keys_each // 8, Int32))
+
     @cute.jit
-    def find_kept(self, r, m):
-        """Bits of this thread's elements of query tile ``m``, before the wait that follows."""
+    def draw(self, r, m):
+        """Draw what dropout drops of query tile ``m``, before the wait that follows."""
         if const_expr(self.config.dropout):
             head, batch, key = [r.drops.head[i] for i in range(3)]
-            four = (key + r.role * self.keys_each) // 4
-            first, second = bits_of_rows(self.dropout(r), head, batch, m * self.tile_m + r.row, four, self.keys_each)
-            r.drops.bits[0], r.drops.bits[1] = first, second
-            pin_bits(first ^ second, r.dq_target)
+            counter = (key + r.role * self.keys_each) // COUNTED
+            lane = cute.arch.lane_idx()
+            row = m * self.tile_m + r.row - lane // 4 + lane % 16
+            targets, columns = [rows.align(16) for rows in r.tile_rows], self.keys_each
+            draw_for_rows(self.dropout(r), head, batch, row, counter, columns, targets)
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(rounds_of(16, columns)):
+                for n, pair in enumerate(drawn_for_rows(targets[i], i, columns)):
+                    r.drops.slot[4 * i + n] = pair
+            cute.arch.sync_warp()
 
-    def keep(self, r: Any, i: int, c: int, x: Any) -> Any:
-        """Element (i, c) of an accumulator if dropout keeps it, else 0."""
-        return kept(r.drops.bits[i], c, x) if self.config.dropout else x
+    def pair(self, r: Any, i: int, c: int) -> Any:
+        """What was drawn for elements (i, c) and (i, c + 1)."""
+        found = r.drops.slot[c // 4 * 2 + i]
+        return exchanged(found) if c // 2 % 2 else found
+
+    def kept_dp(self, r: Any) -> dict[tuple[int, int], Any]:
+        """dP where dropout keeps it, else 0."""
+        found: dict[tuple[int, int], Any] = {}
+        for i in range(2):
+            for c in range(0, self.keys_each // 4, 2):
+                two = [r.rows_dp[i, c + j] for j in (0, 1)]
+                two = kept(self.pair(r, i, c), r.drops.given.bound, two, [Float32(0.0)] * 2)
+                found |= {(i, c + j): two[j] for j in (0, 1)}
+        return found
 
     @cute.jit
     def share(self, r, acc, slot):
@@ -347,10 +377,10 @@ class RolesBackward(HopperBackward):
         for i in cutlass.range_constexpr(len(r.tile_rows)):
             count = min(4, self.keys_each // 4 - 4 * i)
             pairs = [(acc[2 * j], acc[2 * j + 1]) for j in range(4 * i, 4 * i + count)]
-            if const_expr(self.config.dropout and slot == P_SLOT):
-                at = [(j % 2, j // 2 * 2) for j in range(4 * i, 4 * i + count)]
-                pairs = [(self.keep(r, n, c, a), self.keep(r, n, c + 1, b)) for (n, c), (a, b) in zip(at, pairs, strict=True)]
             words = [pack16(a, b, self.dtype) for a, b in pairs]
+            if const_expr(self.config.dropout and slot == P_SLOT):
+                at = [self.pair(r, j % 2, j // 2 * 2) for j in range(4 * i, 4 * i + count)]
+                words = [kept_halves(two, pair, r.drops.given.bound) for two, pair in zip(words, at, strict=True)]
             store_matrices(r.tile_rows[i] + slot * (self.tile_m * self.tile_n), words)
 
     @cute.jit

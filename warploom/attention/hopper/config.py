@@ -160,9 +160,13 @@ class ForwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of Q, of the two rings and of a bias's columns; barriers and the tile ring add less than 512 bytes."""
+        """Shared memory of Q, of the two rings, of a bias's columns and of dropout's words.
+
+        Barriers and the tile ring add less than 512 bytes.
+        """
         ring = self.stages * self.tile_n * (self.head_dim + self.head_dim_v)
-        return 2 * (self.q_stages * self.tile_m * self.head_dim + ring + 16 * self.tile_n * self.bias_product)
+        drawn = self.tile_m * -(-self.tile_n // 32) * 16 * self.dropout
+        return 2 * (self.q_stages * self.tile_m * self.head_dim + ring + 16 * self.tile_n * self.bias_product + drawn)
 
 
 @dataclass(frozen=True)

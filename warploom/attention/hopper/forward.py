@@ -199,6 +199,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
         mask_words = mask_stages * self.mask_rows * 4
         cleared = stages if const_expr(self.config.columns) else int(self.config.paged and self.config.left)
         wanted = int(self.claims_late)
+        drops_words = 8 * self.tile_m * self.rounds if const_expr(self.config.dropout) else 0
         alibi_elements = self.tile_n * 16 if const_expr(self.multiplies) else 0
 
         @cute.struct
@@ -209,6 +210,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, tile_stages * self.tile_words], 16]
             masks: cute.struct.Align[cute.struct.MemRange[Int32, mask_words], 16]
             scratch: cute.struct.MemRange[Int32, 1]
+            drops: cute.struct.Align[cute.struct.MemRange[Int32, drops_words], 16]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_v)], 1024]
@@ -232,6 +234,7 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
             mask_empty=barriers.take(mask_stages),
             masks=storage.masks.data_ptr(),
             scratch=storage.scratch.data_ptr(),
+            drops=storage.drops.data_ptr(),
             q=placed(storage.q, layout_q),
             loads_q=placed(storage.q, loads_q),
             k=placed(storage.k, layout_k),

@@ -16,6 +16,7 @@ from cutlass import Int32, const_expr
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import ForwardConfig
 from warploom.kernels.cute.basics import DTYPES, WARPGROUP, choose
+from warploom.kernels.cute.dropout import rounds_of
 from warploom.kernels.cute.fields import Fields
 
 # A tile as the scheduler hands it out: query tile, head (below 0: no more), batch, key tiles [first, end), and the slot of
@@ -52,6 +53,7 @@ class ForwardShared(Fields):
     mask_empty: Any
     masks: Any  # a word for each (owner, stage, row, quarter of a quad's columns)
     scratch: Any  # an address that nothing is ever stored at
+    drops: Any  # with dropout, a counter's words for each (lane, round, warp)
     q: Any  # (row, head_dim, warpgroup and stage)
     loads_q: Any  # the same as TMA fills it
     k: Any  # (key, head_dim, stage)
@@ -81,6 +83,7 @@ class ForwardBase:
         self.multiplies = config.bias_product
         self.load_rows = 8 if config.pack_gqa else 64  # of Q, of one head
         self.threads = WARPGROUP * (config.warpgroups + 1)
+        self.rounds = rounds_of(16, config.tile_n)  # of dropout's exchange
 
     @property
     def claims_late(self) -> bool:

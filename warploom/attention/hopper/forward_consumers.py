@@ -22,15 +22,15 @@ from warploom.attention.hopper.forward_hidden import if_shown
 from warploom.kernels.cute.band import key_tiles, whole_tiles
 from warploom.kernels.cute.barriers import ForwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP, choose
-from warploom.kernels.cute.dropout import bits_of_rows, dropout_of, kept
+from warploom.kernels.cute.dropout import COUNTED, draw_for_rows, drawn_for_rows, dropout_of, exchanged, kept_halves
 from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import exp2, pin, pin_bits
+from warploom.kernels.cute.instructions import exp2, pin
 from warploom.kernels.cute.memory import raise_to
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite, log_sum_exp, with_sink
 from warploom.kernels.cute.tiles import transposed
-from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack
+from warploom.kernels.cute.wgmma import accumulator_rows, gemm, pack, words
 
 # A row is exponentiated against an earlier maximum until its own is past it by so many powers of two: P stays far inside of
 # what 16 bits hold, as precise as at 1, and O and the sums of most tiles need no rescaling.
@@ -66,8 +66,8 @@ class Rows(Fields):
     mask_words: Any  # of each row the bits of this thread's columns, under a column mask
     mask_ring: Any  # stage and phase
     dropout: Any  # what the call says of it, or None
-    tile: Any  # with dropout: head, batch, the first row, and under a column mask the key tile
-    kept_words: Any  # of each row the bits of this thread's columns that dropout keeps
+    tile: Any  # with dropout: head, batch, the row that this thread draws for, and under a column mask the key tile
+    drawn: Any  # where this thread's words of a counter go, by rounds
     alibi: Any  # what is to be known of ALiBi, or None
     distances: Any  # or of a table of distances
     largest: Any  # each row's true maximum, which may be past ``row_max``, where it is asked for
@@ -241,7 +241,7 @@ class Consumers(BiasedScores, DistanceScores):
             mask_ring=cute.make_rmem_tensor(2, Int32),
             dropout=dropout_of(dropout),
             tile=cute.make_rmem_tensor(4, Int32) if self.config.dropout else None,
-            kept_words=cute.make_rmem_tensor(2, Int32) if self.config.dropout else None,
+            drawn=self.drawn(shared, group) if self.config.dropout else None,
             alibi=self.alibi(bias, shared),
             distances=self.distances(bias),
             largest=cute.make_rmem_tensor(2, Float32) if self.config.largest else None,
@@ -284,7 +284,8 @@ class Consumers(BiasedScores, DistanceScores):
     def start(self, work: Any, head: Any, batch: Any, places: Any) -> None:
         """Nothing seen yet of the tile's rows."""
         if self.config.dropout:
-            work.tile[0], work.tile[1], work.tile[2] = head, batch, places[0][0]
+            lane = cute.arch.lane_idx()
+            work.tile[0], work.tile[1], work.tile[2] = head, batch, places[0][0] - lane // 4 + lane % 16
         work.acc_o.fill(0.0)
         work.row_max.fill(-Float32.inf)
         work.row_sum.fill(0.0)
@@ -355,6 +356,8 @@ class Consumers(BiasedScores, DistanceScores):
             self.pack_and_begin(work, n - 1)
         else:
             pack(work.acc_s, work.p, self.dtype)
+        if self.config.dropout:
+            self.drop_packed(work)
 
     @cute.jit
     def finish(self, work, stage, phase):
@@ -393,12 +396,6 @@ class Consumers(BiasedScores, DistanceScores):
                 for c in cutlass.range_constexpr(self.config.head_dim_v // 4):
                     rows[r, c] = rows[r, c] * correction[r]
 
-    def keep(self, work: Any, r: int, c: int, p: Any) -> Any:
-        """P of an element if dropout keeps it, else 0."""
-        if not self.config.dropout:
-            return p
-        return kept(work.kept_words[r] >> c // MASK_BITS * MASK_BITS, c % MASK_BITS, p)
-
     @property
     def notes_tiles(self) -> bool:
         """Whether more of a key tile than its scores depends on its number."""
@@ -411,13 +408,30 @@ class Consumers(BiasedScores, DistanceScores):
 
     @cute.jit
     def drop(self, work, n):
-        """Find which elements of key tile ``n`` dropout keeps, while the tensor cores compute their scores."""
+        """Draw what dropout drops of key tile ``n``, while the tensor cores compute their scores."""
         if const_expr(self.config.dropout):
             head, batch, row, tile = [work.tile[i] for i in range(4)]
-            four = (tile if const_expr(self.config.columns) else n) * (self.tile_n // 4)
-            first, second = bits_of_rows(work.dropout, head, batch, row, four, self.tile_n)
-            work.kept_words[0], work.kept_words[1] = first, second
-            pin_bits(first ^ second, work.shared.scratch)
+            counter = (tile if const_expr(self.config.columns) else n) * (self.tile_n // COUNTED)
+            draw_for_rows(work.dropout, head, batch, row, counter, self.tile_n, work.drawn)
+
+    def drawn(self, shared: Any, group: Any) -> list[Any]:
+        """Where this thread's words of a counter go: those of a warp's lanes lie together."""
+        thread = group * WARPGROUP + cute.arch.thread_idx()[0] % WARPGROUP
+        start = shared.drops + (thread // 32 * self.rounds * 32 + thread % 32) * 4
+        return [start + i * 32 * 4 for i in range(self.rounds)]
+
+    @cute.jit
+    def drop_packed(self, work):
+        """Zeros in the operand P for what dropout drops."""
+        packed, bound = words(work.p), work.dropout.bound
+        cute.arch.sync_warp()
+        for i in cutlass.range_constexpr(self.rounds):
+            drawn = drawn_for_rows(work.drawn[i], i, self.tile_n)
+            for n in cutlass.range_constexpr(len(drawn)):
+                at = i * 8 + n // 2 * 4 + n % 2
+                packed[at] = kept_halves(packed[at], drawn[n], bound)
+                packed[at + 2] = kept_halves(packed[at + 2], exchanged(drawn[n]), bound)
+        cute.arch.sync_warp()
 
     # The softmax
 
@@ -469,7 +483,7 @@ class Consumers(BiasedScores, DistanceScores):
             sums = [work.row_sum[r] * work.correction[r], Float32(0.0)]
             for c in cutlass.range_constexpr(columns):
                 p = exp2(rows[r, c] * scale - offsets[r])
-                rows[r, c] = self.keep(work, r, c, p)
+                rows[r, c] = p
                 sums[c % 2] = sums[c % 2] + p
                 if const_expr(v_empty is not None and pv_wait == "early" and r == 0 and c == columns // 2):
                     self.finish_pv(sums[0] + sums[1], work.shared, v_empty)

@@ -65,7 +65,7 @@ class Fp8Consumers(ColumnConsumers):
         acc_o = partial
         if not self.config.fast:
             acc_o = cute.make_rmem_tensor(self.config.head_dim_v // 2, Float32)
-        names = "dropout", "tile", "kept_words", "alibi", "distances", "largest"
+        names = "dropout", "tile", "drawn", "alibi", "distances", "largest"
         absent: dict[str, Any] = dict.fromkeys(names)
         masked = self.config.columns
         return Fp8Rows(

@@ -33,8 +33,6 @@ from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
 from warploom.runtime.likeness import like
 
-FOUR = 4  # keys that share the words of a Philox counter
-
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
@@ -179,7 +177,7 @@ def dropped(args: AttentionArgs, first: int = 0) -> Callable[[Tensor | None], tu
     """
     if not args.dropout_p:
         return lambda seed: None
-    numbers = philox.signed_threshold(args.dropout_p), 1.0 / (1.0 - args.dropout_p), first // FOUR
+    numbers = philox.kernel_bound(args.dropout_p), philox.keep_scale(args.dropout_p), first // philox.KEYS
 
     def of(seed: Tensor | None) -> tuple[Tensor | float, ...]:
         assert seed is not None
@@ -218,13 +216,13 @@ def with_seed(args: AttentionArgs, launch: Callable[..., Any]) -> Callable[..., 
     return run
 
 
-def parts_fours(args: AttentionArgs) -> bool:
-    """Whether kernels may begin between keys that share Philox's words: behind those that no query sees."""
+def parts_counters(args: AttentionArgs) -> bool:
+    """Whether kernels may begin between keys that share a Philox counter: behind those that no query sees."""
     if not args.dropout_p or args.left is None or args.lts is not None or args.ute is not None:
         return False
     if args.cu_seqlens_q is not None:
         return args.cu_seqlens_k is not None or args.left < 0
-    return seen(args.q.shape[1], args.k.shape[1], args.left, args.right)[0] % FOUR > 0
+    return seen(args.q.shape[1], args.k.shape[1], args.left, args.right)[0] % philox.KEYS > 0
 
 
 def _read_by_tma(readable: bool, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -119,7 +119,7 @@ class Softmax(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """Philox key (None without dropout), threshold (the bits of an int32), query head, 1 / (1 - p), chunks of a sequence."""
+    """Philox key (None without dropout), `philox.kernel_bound`, query head, `philox.keep_scale`, chunks of a sequence."""
 
     seed: Any
     threshold: Any
@@ -443,7 +443,7 @@ def classify(bounds_ptr, block, inside, m0, m1, band, len_q, len_k, shift):
 def kept(dropout, batch, offset, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Which elements of a tile survive dropout, (M, N) or, KEYS_FIRST, (N, M); see warploom.attention.philox.
 
-    One Philox call gives the words of four neighbouring keys.
+    One Philox call gives the four words of sixteen neighbouring keys.
     """
     seed = tl.load(dropout.seed).to(tl.uint64)
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
@@ -454,18 +454,24 @@ def kept(dropout, batch, offset, m0, n0, M: tl.constexpr, N: tl.constexpr, KEYS_
         head += tl.load(dropout.seed + 1).to(tl.uint32)  # the whole's number of the first one
         m0 += offset
     rows = m0 + tl.arange(0, M)
-    keys = n0 // 4 + tl.arange(0, N // 4)
+    counters = n0 // 16 + tl.arange(0, N // 16)
     if KEYS_FIRST:
-        zero = tl.zeros([N // 4, M], tl.uint32)
-        c0 = zero + keys.to(tl.uint32)[:, None]
+        zero = tl.zeros([N // 16, M], tl.uint32)
+        c0 = zero + counters.to(tl.uint32)[:, None]
         c1 = zero + rows.to(tl.uint32)[None, :]
     else:
-        zero = tl.zeros([M, N // 4], tl.uint32)
-        c0 = zero + keys.to(tl.uint32)[None, :]
+        zero = tl.zeros([M, N // 16], tl.uint32)
+        c0 = zero + counters.to(tl.uint32)[None, :]
         c1 = zero + rows.to(tl.uint32)[:, None]
     w0, w1, w2, w3 = tl.philox_impl(c0, c1, zero + head, zero + batch.to(tl.uint32), low, high, 10)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (.., i, j) holds word 2i + j
+    bound = (dropout.threshold & 0x7FFF).to(tl.uint32)
+    exchanged = ((words & 0xFF00FF) << 8) | ((words >> 8) & 0xFF00FF)
+    own = tl.join((words & 0x7FFF) < bound, ((words >> 16) & 0x7FFF) < bound)  # keys 4i + 2j and the next
+    later = tl.join((exchanged & 0x7FFF) < bound, ((exchanged >> 16) & 0x7FFF) < bound)  # eight keys further on
+    below = tl.join(own, later)
     if KEYS_FIRST:
-        words = tl.permute(words, (0, 2, 3, 1))
-    words = tl.reshape(words, (N, M)) if KEYS_FIRST else tl.reshape(words, (M, N))
-    return words >= dropout.threshold.to(tl.uint32, bitcast=True)
+        below = tl.reshape(tl.permute(below, (0, 5, 2, 3, 4, 1)), (N, M))
+    else:
+        below = tl.reshape(tl.permute(below, (0, 1, 5, 2, 3, 4)), (M, N))
+    return below == (dropout.threshold < 0)

@@ -1,10 +1,13 @@
-"""Dropout: which elements of an accumulator `warploom.attention.philox` keeps, as bits. Imports the CuTe DSL.
+"""Dropout: which elements of an accumulator `warploom.attention.philox` keeps. Imports the CuTe DSL.
 
-Philox makes four words of a counter (key // 4, query, head, batch), one for each of four neighbouring keys, but no thread holds
-four. So threads that share counters each compute some of them, compare all four words, and exchange bits, not words.
+Philox makes eight halves of a counter (key // 16, query, head, batch), each for two keys that are eight apart. No thread holds
+all of them, so each lane of a warp computes counters and leaves their 16 bytes in shared memory, from where ``ldmatrix`` gives
+every lane those of its own elements: the halves of two neighbours in a register, in the order in which they are packed. With
+their bytes exchanged they are those of the elements eight keys further on.
 
 Much of the first three rounds depends on the query or on the keys alone: a counter costs 15 wide products and 17 times an
-exclusive or, once its ``query_part`` and its ``keys_part`` are there.
+exclusive or, once its ``query_part`` and its ``keys_part`` are there. Halves are compared by pairs as the fp16 that they look
+like: of numbers that are not negative the order is that of their bits, and what looks like NaN is past every bound.
 """
 
 from __future__ import annotations
@@ -14,31 +17,34 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
-from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import bytes_of, wide_product, with_bit, word, xor3
+from warploom.kernels.cute.instructions import assembly, bytes_of, wide_product, word, xor3
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
 ROUNDS = 10
+COUNTED = 16  # keys that share a counter
+EXCHANGED = 0x2301  # the bytes of both halves
 
 
 class Dropout(Fields):
     """What a call says of dropout."""
 
     seed: Any  # its two words
-    least: Any  # words below it, unsigned, drop their element
-    scale: Any  # of what is kept: 1 / (1 - p)
-    first: Any  # the first key's number by four
+    bound: Any  # as `philox.kernel_bound` has it
+    scale: Any  # of what is kept
+    first: Any  # the first key's number by COUNTED
 
 
 def dropout_of(given: Any) -> Dropout | None:
     """From a kernel's arguments: the seed's two words in memory, and the numbers that follow; None without dropout."""
     if given is None:
         return None
-    seed, least, scale, first = given
-    return Dropout(seed=(seed[0], seed[1]), least=least, scale=scale, first=first)
+    seed, bound, scale, first = given
+    return Dropout(seed=(seed[0], seed[1]), bound=bound, scale=scale, first=first)
 
 
 # The generator
@@ -60,16 +66,16 @@ def query_part(seed: Any, head_high: Any, query: Any) -> list[Any]:
     return [high ^ round_key(seed, 1, 1), low ^ round_key(seed, 2, 1)]
 
 
-def keys_part(seed: Any, head_low: Any, batch: Any, four: Any) -> list[Any]:
-    """What the first three rounds make of four keys."""
-    high, first = wide_product(four, MULTIPLIERS[0])
+def keys_part(seed: Any, head_low: Any, batch: Any, counter: Any) -> list[Any]:
+    """What the first three rounds make of sixteen keys."""
+    high, first = wide_product(counter, MULTIPLIERS[0])
     high, second = wide_product(xor3(high, batch, round_key(seed, 0, 1)), MULTIPLIERS[1])
     high, low = wide_product(xor3(high, head_low, round_key(seed, 1, 0)), MULTIPLIERS[0])
     return [first, second ^ round_key(seed, 2, 0), high, low]
 
 
-def four_words(seed: Any, query: list[Any], keys: list[Any]) -> list[Any]:
-    """The words of four neighbouring keys, from the parts of their counter."""
+def words_of(seed: Any, query: list[Any], keys: list[Any]) -> list[Any]:
+    """The four words of a counter, from its parts."""
     first, second, high, low = keys
     high_1, low_1 = wide_product(query[0] ^ first, MULTIPLIERS[1])
     c = [high_1 ^ second, low_1, high ^ query[1], low]
@@ -79,68 +85,104 @@ def four_words(seed: Any, query: list[Any], keys: list[Any]) -> list[Any]:
     return c
 
 
-# Accumulators whose rows are queries: a quad's lanes hold two neighbouring keys of every eight in rows r and r + 8
+@dsl_user_op
+def store_words(target: Any, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
+    """A counter's words to shared memory."""
+    values = [target.to_llvm_ptr(loc=loc, ip=ip), *(Int32(word).ir_value(loc=loc, ip=ip) for word in words)]
+    assembly(None, values, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r,~{memory}", side_effects=True)
+
+
+@dsl_user_op
+def load_matrices(source: Any, count: int, turned: bool, *, loc: Any = None, ip: Any = None) -> list[Int32]:
+    """ldmatrix of two or four 8 × 8 tiles of halves; lane l addresses row l % 8 of tile l // 8."""
+    names = ", ".join(f"${i}" for i in range(count))
+    text = f"ldmatrix.sync.aligned.m8n8.x{count}{'.trans' * turned}.shared.b16 {{{names}}}, [${count}];"
+    struct = llvm.StructType.get_literal([T.i32()] * count)
+    values = [source.to_llvm_ptr(loc=loc, ip=ip)]
+    parts = assembly(struct, values, text, "=r," * count + "r,~{memory}", side_effects=True)
+    return [Int32(llvm.extractvalue(T.i32(), parts, [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+# A warp's exchange. ``target`` is the address of 16 bytes, which no other lane has; a round is 32 counters.
+
+
+def rounds_of(rows: int, keys: int) -> int:
+    """How many rounds serve a warp's rows and keys, of which one number is 16."""
+    return -(-rows * keys // (16 * 32))
 
 
 @cute.jit
-def bits_of_rows(dropout, head, batch, query, four, columns):
-    """Bit c of word i: whether element (i, c) of this thread is kept, of ``columns`` keys from the ``four``-th four on.
+def draw_for_rows(dropout, head, batch, query, counter, columns, targets):
+    """Leave the words of a warp's 16 rows and of ``columns`` keys from the ``counter``-th 16 on.
 
-    ``query``: that of row r. Lanes 2n and 2n + 1 share the first or the second four of every eight keys. The even lane computes
-    row r of both, the odd one row r + 8.
+    ``query``: of the row of the lane's number modulo 16. ``targets``: a round's. A round has two counters of each row, in
+    lanes 0 to 15 and 16 to 31.
     """
-    seed, least, lane = dropout.seed, dropout.least, cute.arch.lane_idx()
-    odd = lane % 2
+    seed, lane = dropout.seed, cute.arch.lane_idx()
     head_high, head_low = head_part(head)
-    row = query_part(seed, head_high, query + 8 * odd)
-    four = four + dropout.first + lane % 4 // 2
-    lower, upper = Int32(0), Int32(0)  # of the first two and the last two keys of four
-    for i in cutlass.range_constexpr(columns // 8):
-        words = four_words(seed, row, keys_part(seed, head_low, batch, four + 2 * i))
-        for n in cutlass.range_constexpr(2):
-            lower = with_bit(lower, 2 * i + n, words[n], least)
-            upper = with_bit(upper, 2 * i + n, words[2 + n], least)
-    own, others = choose(odd == 1, upper, lower), choose(odd == 1, lower, upper)
-    found = cute.arch.shuffle_sync_bfly(others, 1)
-    return choose(odd == 1, found, own), choose(odd == 1, own, found)
-
-
-# Accumulators whose rows are keys: lanes l, l + 4, l + 8 and l + 12 hold four neighbouring keys of the same queries in rows r,
-# four others in rows r + 8
+    row = query_part(seed, head_high, query)
+    counter = counter + dropout.first + lane // 16
+    for i in cutlass.range_constexpr(rounds_of(16, columns)):
+        store_words(targets[i], words_of(seed, row, keys_part(seed, head_low, batch, counter + 2 * i)))
 
 
 @cute.jit
-def bits_of_columns(dropout, read_seed, head, batch, key, query):
-    """Bit 16 i + c: whether element (i, c) of this thread is kept, of 64 queries from ``query`` on; ``key``: its first.
+def draw_for_columns(dropout, read_seed, head, batch, query, counter, columns, targets):
+    """As ``draw_for_rows``, of the ``counter``-th 16 keys, which are rows, and ``columns`` queries: a round has 32 of them.
 
-    Of the four lanes with the same keys the first computes rows r of even columns, the second rows r + 8, the other two the
-    same of odd columns. ``read_seed`` gives the seed's two words; it is called twice, so that registers hold half of the
-    counters at a time.
+    ``read_seed`` gives the seed's two words; of long steps it is called for every round: one is not begun before the last ends.
     """
-    lane, least, seed = cute.arch.lane_idx(), dropout.least, read_seed()
+    seed, lane = read_seed(), cute.arch.lane_idx()
     head_high, head_low = head_part(head)
-    keys = keys_part(seed, head_low, batch, key // 4 + dropout.first + lane // 4 % 2 * 2)
-    fourth = lane // 4 % 4
-    query = query + lane % 4 * 2 + fourth // 2
-    fields = [Int32(0), Int32(0)]  # half words of the first and second key, of the third and fourth
-    for g in cutlass.range_constexpr(8):
-        if const_expr(g == 4):
+    keys = keys_part(seed, head_low, batch, counter + dropout.first)
+    for i in cutlass.range_constexpr(rounds_of(columns, 16)):
+        if const_expr(i > 0 and columns > 64):
             seed = read_seed()
-        words = four_words(seed, query_part(seed, head_high, query + 8 * g), keys)
-        for n in cutlass.range_constexpr(4):
-            fields[n // 2] = with_bit(fields[n // 2], n % 2 * 16 + 2 * g, words[n], least)
-    # Half words by the lane that they are for become half words by the lane that they are from.
-    late, odd = fourth // 2 == 1, fourth % 2 == 1
-    own, others = choose(late, fields[1], fields[0]), choose(late, fields[0], fields[1])
-    found = cute.arch.shuffle_sync_bfly(others, 8)
-    early_two, late_two = choose(late, found, own), choose(late, own, found)
-    found = cute.arch.shuffle_sync_bfly(bytes_of(early_two, late_two, choose(odd, 0x5410, 0x7632)), 4)
-    even_columns = bytes_of(early_two, found, choose(odd, 0x3254, 0x5410))
-    odd_columns = bytes_of(late_two, found, choose(odd, 0x3276, 0x7610))
-    return even_columns + 2 * odd_columns
+        store_words(targets[i], words_of(seed, query_part(seed, head_high, query + lane + 32 * i), keys))
 
 
 @cute.jit
-def kept(bits, position, x, other=0.0):
-    """``x`` where that bit is set, else ``other``."""
-    return x if cutlass.Boolean(bits & (1 << position)) else Float32(other)
+def drawn_for_rows(target, i, columns):
+    """Of round ``i`` this lane's pairs (row r, row r + 8) of each of its 16 keys, once all lanes have left their words.
+
+    A pair is of two neighbouring columns; those of columns eight further on are ``exchanged``.
+    """
+    return load_matrices(target, 4 if const_expr(32 * i + 16 < columns) else 2, False)
+
+
+@cute.jit
+def drawn_for_columns(target, i, columns):
+    """Of round ``i`` this lane's pairs of each 8 of its queries, in row r; those of row r + 8 are ``exchanged``."""
+    return load_matrices(target, 4 if const_expr(32 * i + 16 < columns) else 2, True)
+
+
+def exchanged(pair: Any) -> Any:
+    """The pair of the elements whose keys are eight further on."""
+    return bytes_of(pair, pair, Int32(EXCHANGED))
+
+
+@dsl_user_op
+def kept_halves(packed: Int32, pair: Int32, bound: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two 16-bit elements, of which what is dropped becomes 0."""
+    text = (
+        "{ .reg .b32 x, b, m, f; abs.f16x2 x, $2; abs.f16x2 b, $3; set.geu.u32.f16x2 m, x, b; shr.s32 f, $3, 31; "
+        "xor.b32 m, m, f; and.b32 $0, $1, m; }"
+    )
+    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (packed, pair, bound)]
+    return Int32(assembly(T.i32(), values, text, "=r,r,r,r"))
+
+
+@dsl_user_op
+def kept(
+    pair: Int32, bound: Int32, x: list[Float32], others: list[Float32], *, loc: Any = None, ip: Any = None
+) -> list[Float32]:
+    """Two fp32, of which each that is dropped gives way to the other one."""
+    text = (
+        "{ .reg .b32 x, b; .reg .pred p, q, f; abs.f16x2 x, $2; abs.f16x2 b, $3; setp.lt.s32 f, $3, 0; "
+        "setp.geu.xor.f16x2 p|q, x, b, f; selp.f32 $0, $4, $6, p; selp.f32 $1, $5, $7, q; }"
+    )
+    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (pair, bound)]
+    values += [Float32(v).ir_value(loc=loc, ip=ip) for v in (*x, *others)]
+    struct = llvm.StructType.get_literal([T.f32()] * 2)
+    parts = assembly(struct, values, text, "=f,=f,r,r,f,f,f,f")
+    return [Float32(llvm.extractvalue(T.f32(), parts, [i], loc=loc, ip=ip)) for i in range(2)]

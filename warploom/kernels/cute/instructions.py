@@ -67,14 +67,6 @@ def xor3(a: Int32, b: Int32, c: Int32, *, loc: Any = None, ip: Any = None) -> In
 
 
 @dsl_user_op
-def with_bit(bits: Int32, position: int, x: Int32, least: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """``bits`` with that bit set if ``x`` is ``least`` or more, unsigned."""
-    text = f"{{ .reg .pred p; setp.ge.u32 p, $2, $3; @p or.b32 $0, $0, {1 << position}; }}"
-    values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (bits, x, least)]
-    return Int32(assembly(T.i32(), values, text, "=r,0,r,r"))
-
-
-@dsl_user_op
 def bytes_of(a: Int32, b: Int32, selector: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """Four of the eight bytes of ``a`` and ``b``, by the selector's digits."""
     values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (a, b, selector)]
@@ -205,13 +197,6 @@ def reload(address: Any, *, loc: Any = None, ip: Any = None) -> list[Int32]:
     values, text = [address.to_llvm_ptr(loc=loc, ip=ip)], "ld.volatile.shared.v2.b32 {$0, $1}, [$2];"
     parts = assembly(_struct(T.i32(), 2), values, text, "=r,=r,r", side_effects=True)
     return [Int32(llvm.extractvalue(T.i32(), parts, [i], loc=loc, ip=ip)) for i in range(2)]
-
-
-@dsl_user_op
-def pin_bits(bits: Int32, scratch: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """As ``pin``, of any word."""
-    text = "{ .reg .pred p; .reg .b32 n; popc.b32 n, $0; setp.gt.u32 p, n, 32; @p st.volatile.shared.b32 [$1], $0; }"
-    assembly(None, [Int32(bits).ir_value(loc=loc, ip=ip), scratch.to_llvm_ptr(loc=loc, ip=ip)], text, "r,r", side_effects=True)
 
 
 @dsl_user_op
