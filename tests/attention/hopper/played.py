@@ -15,7 +15,7 @@ from tests.sm90.machine import Machine
 from tests.sm90.ptx import Instruction
 from tests.sm90.state import Launch, Warp
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK
-from warploom.attention.hopper.config import CUTS, TABLE, BackwardConfig, ForwardConfig
+from warploom.attention.hopper.config import CUTS, FIRST_BLOCKS, LAST_BLOCKS, TABLE, BackwardConfig, ForwardConfig
 from warploom.kernels.distances import head_length
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import column_bounds
@@ -258,7 +258,10 @@ def backward(
             words[past] = handed_out
         if config.dealt:
             words |= {past + 4 * (i - TABLE): number for i, number in enumerate(cut_table(cuts or {}))}
-        words |= {past + 4 * (i - config.ordered): n_blocks - 1 - i for i in range(n_blocks if config.ordered else 0)}
+        if config.ordered:  # of an odd number the first one begins; others go from the last one on
+            firsts = [0 if n_blocks % 2 else 1 << 30, *[1 << 30] * (FIRST_BLOCKS - 1)]
+            words |= {past + 4 * (i - config.ordered): block for i, block in enumerate(firsts)}
+            words |= {past + 4 * (i - LAST_BLOCKS): n_blocks - 1 - i for i in range(n_blocks)}
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
         reads=config.columns or config.bias == "distance", cluster=2 if config.pair else 1,

@@ -29,9 +29,9 @@ from tests.sm90.ptx import Instruction
 from tests.sm90.state import HangError, Warp
 from warploom import masks
 from warploom.attention.features import Features
-from warploom.attention.hopper.config import LAST_BLOCKS, TABLE
+from warploom.attention.hopper.config import FIRST_BLOCKS, LAST_BLOCKS, TABLE
 from warploom.attention.hopper.plan import backward_config
-from warploom.attention.hopper.schedule import guided_pieces, sections
+from warploom.attention.hopper.schedule import OUTLIER, guided_pieces, sections
 from warploom.masks import Mask, tiles
 from warploom.runtime import modules
 
@@ -212,8 +212,11 @@ def blocks_of(config: Any, processors: int) -> int:
     return processors * (2 if config.pair else 1) if config.persistent else 0
 
 
+HEADS = [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1, 1, 2, 2, 1, 2]
+
+
 @builds
-@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1, 1, 2, 2], strict=True)))
+@pytest.mark.parametrize("name, heads", list(zip(COLUMNS, HEADS, strict=True)))
 def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: Built) -> None:
     """Masks of all heads and of each query head of a group; dQ of each visible tile is added once by each warpgroup."""
     seed = random.randrange(2**32)
@@ -380,7 +383,9 @@ def test_long_blocks_are_cut(batch: int, processors: int, slots: int, built: Bui
     cuts: dict[int, int] = {}
     for i in reversed(range(total)):
         pieces = guided_pieces(steps[i], sum(steps[i:]), sum(steps) // total, processors, config.tile_m, choose)
-        if pieces > 1 and sum(cuts.values()) + pieces <= slots:
+        if pieces > 1:
+            if sum(cuts.values()) + pieces > slots:
+                break
             cuts[i] = pieces
     assert cuts
     start = SUMS + 4 * (COUNTERS - 1 - TABLE)
@@ -391,34 +396,56 @@ def test_long_blocks_are_cut(batch: int, processors: int, slots: int, built: Bui
     assert table[1:kept] == expected[1:kept] and table[kept::3] == expected[kept::3]
 
 
+def seen_tiles(mask: Any, config: Any, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """1 where a key block, or a pair, sees a query tile: (query tiles, heads, blocks)."""
+    span = span_of(config)
+    edges, wide = tiles.block_edges(seqlen_k, span), touched_bounds(mask, seqlen_q, seqlen_k, span)
+    found = []
+    for m in range(0, seqlen_q, config.tile_m):
+        stop = min(m + config.tile_m, seqlen_q)
+        classes = tiles.classify_row_block(wide, edges, m, stop, mask.left, mask.right, seqlen_q, seqlen_k)[0]
+        found.append(torch.as_tensor(classes != tiles.HIDDEN).int())
+    return torch.stack(found)
+
+
 @builds
 @pytest.mark.parametrize(
-    ("name", "batch"),
-    [("head_dim 192", 1), ("head_dim 192", 2), ("head_dim 256", 2)],
+    ("name", "batch", "wide"),
+    [("head_dim 192", 1, False), ("head_dim 192", 2, True), ("head_dim 256", 2, False), ("head_dim 256", 2, True)],
 )
-def test_last_blocks_go_longest_first(name: str, batch: int, built: Built) -> None:
-    """Each once, by eighths of the most query tiles, otherwise in their order; of 280 blocks the last ones, or all of 140."""
+def test_last_blocks_go_longest_first(name: str, batch: int, wide: bool, built: Built) -> None:
+    """Each once, by eighths of the most query tiles, otherwise in their order; of 280 blocks the last ones, or all of 140.
+
+    ``wide``: the first block of each head sees all rows, others a few; those that would outlast all others begin the call.
+    """
     seed, config = random.randrange(2**32), COLUMNS[name]
-    seqlen_q, seqlen_k, heads_kv, section = 700, 70 * span_of(config), 2, 2
+    seqlen_q, seqlen_k, heads_kv, section, processors = 2000, 70 * span_of(config), 2, 2, 40
     print(f"seed {seed}")
-    mask = drawn(4, seqlen_q, seqlen_k, config.right, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
+    mask: Mask = drawn(4, seqlen_q, seqlen_k, config.right, torch.Generator().manual_seed(seed))
+    if wide:
+        starts = torch.randint(70, 200, (1, 4, seqlen_k), generator=torch.Generator().manual_seed(seed)).int()
+        starts[..., : span_of(config)] = seqlen_q
+        mask = masks.ColumnMask(starts, causal=config.right)
+    resolved = mask.resolve(seqlen_q, seqlen_k)
     traced = built.traced(name, "kernel_cutlass_before")
-    bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
-    launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section, 1, 0)
+    bounds = fine_and_coarse(resolved, seqlen_q, seqlen_k)
+    launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section, processors, 0)
     noted = Noting(traced.kernel, launch, seed).run().noted
     total = 70 * heads_kv * batch
     count = min(total, LAST_BLOCKS)
     start = SUMS + 4 * (COUNTERS - config.persistent - LAST_BLOCKS)
-    order = [noted[start + 4 * i] for i in range(count)]
-    edges, wide = tiles.block_edges(seqlen_k, span_of(config)), touched_bounds(mask, seqlen_q, seqlen_k, span_of(config))
-    seen = torch.zeros(4, 70, dtype=torch.int64)
-    for m in range(0, seqlen_q, config.tile_m):
-        stop = min(m + config.tile_m, seqlen_q)
-        classes = tiles.classify_row_block(wide, edges, m, stop, mask.left, mask.right, seqlen_q, seqlen_k)[0]
-        seen += torch.as_tensor(classes != tiles.HIDDEN)
-    blocks = {i: sections(i, 70, heads_kv * batch, section, choose) for i in range(total - count, total)}
-    length = {i: int(seen[slice_ % heads_kv * 2, n]) for i, (n, slice_) in blocks.items()}
-    assert order == sorted(blocks, key=lambda i: (-(length[i] * 8 // max(length.values())), i))
+    seen = seen_tiles(resolved, config, seqlen_q, seqlen_k).sum(0)
+    blocks = [sections(i, 70, heads_kv * batch, section, choose) for i in range(total)]
+    length = [int(seen[slice_ % heads_kv * 2, n]) for n, slice_ in blocks]
+    mean, alone = sum(length) // total, processors // (2 if config.pair else 1)
+    firsts = [i for i in reversed(range(total)) if length[i] > OUTLIER * mean and length[i] > sum(length[i:]) // alone]
+    assert (firsts or not wide) and len(firsts) <= FIRST_BLOCKS
+    expected = [*firsts, *[1 << 30] * (FIRST_BLOCKS - len(firsts))]
+    assert [noted[start + 4 * (i - FIRST_BLOCKS)] for i in range(FIRST_BLOCKS)] == expected
+    others = [i for i in range(total - count, total) if i not in firsts]
+    most = max(length[i] for i in others)
+    order = [noted[start + 4 * i] for i in range(len(others))]
+    assert order == sorted(others, key=lambda i: (-(length[i] * 8 // most), i))
 
 
 @builds

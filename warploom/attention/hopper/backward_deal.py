@@ -5,7 +5,7 @@ cuts those that are longer than processors' shares of all steps from there on in
 Polychronopoulos and Kuck 1987). So a block that all queries see does not outlast the others, and what is handed out last is
 small. The pieces of a block follow each other. Each leaves its sums of dK and dV, and the one that ends last adds them up.
 
-Past 128 the last blocks go longest first instead.
+Past 128 the last blocks go longest first instead, and those that would outlast all behind them begin the call.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -21,9 +21,9 @@ from cutlass import Int32, const_expr
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import ROW_THREADS
 from warploom.attention.hopper.backward_columns import APART, ColumnWalk
-from warploom.attention.hopper.config import CUTS, LAST_BLOCKS, TABLE
+from warploom.attention.hopper.config import CUTS, FIRST_BLOCKS, LAST_BLOCKS, TABLE
 from warploom.kernels.cute.basics import choose
-from warploom.kernels.cute.columns import extrema_by_lanes, extrema_of, mask_row
+from warploom.kernels.cute.columns import FAR, extrema_by_lanes, extrema_of, mask_row
 
 MOST_BLOCKS = 4096  # that the kernel before looks at, the last ones of the call
 MOST_STEPS = (1 << 30) // MOST_BLOCKS
@@ -185,31 +185,65 @@ class Dealer(ColumnWalk):
     # The order of the last key blocks
 
     @cute.jit
-    def order_last(self, given, counters):
-        """Numbers of a call's last key blocks, those that see the most query tiles first, for ``last_block``.
+    def order_last(self, given, counters, processors):
+        """Numbers of a call's last key blocks, those that see the most query tiles first, and of long ones, for ``last_block``.
 
-        By eighths of the most; within one they keep their order, in which neighbours read the same tiles. The first head of a
-        group stands for all. Each thread of a block ranks one.
+        By eighths of the most; within one they keep their order, in which neighbours read the same tiles. Those that outlast
+        all work behind them, and see OUTLIER times as many tiles as the mean, begin the call. The first head of a group stands
+        for all. Each thread of a block looks at some.
         """
 
         @cute.struct
         class Storage:
-            tiles: cute.struct.Align[cute.struct.MemRange[Int32, LAST_BLOCKS], 16]
+            tiles: cute.struct.Align[cute.struct.MemRange[Int32, MOST_BLOCKS], 16]
+            seen: cute.struct.Align[cute.struct.MemRange[Int32, LAST_BLOCKS], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Int32, ROW_THREADS], 16]
 
-        seen = cutlass.utils.SmemAllocator().allocate(Storage).tiles.get_tensor(cute.make_layout(LAST_BLOCKS))
+        storage = cutlass.utils.SmemAllocator().allocate(Storage)
+        tiles = storage.tiles.get_tensor(cute.make_layout(MOST_BLOCKS))
+        seen = storage.seen.get_tensor(cute.make_layout(LAST_BLOCKS))
+        sums = storage.sums.get_tensor(cute.make_layout(ROW_THREADS))
         thread = cute.arch.thread_idx()[0]
         total = given.n_blocks * given.slices
-        count = cutlass.min(total, LAST_BLOCKS)
-        tiles, most, rank = Int32(0), Int32(1), Int32(0)
+        looked_at, count = cutlass.min(total, MOST_BLOCKS), cutlass.min(total, LAST_BLOCKS)
+        for i in cutlass.range(thread, looked_at, ROW_THREADS, unroll=1):
+            work = self.describe(given, total - looked_at + i)
+            tiles[i] = self.tiles_seen(work)
+        if thread < FIRST_BLOCKS:
+            counters[self.first_at(counters) + thread] = Int32(FAR)
+        cute.arch.sync_threads()
+        # A thread's blocks, counted from the last one of the call.
+        each = cute.ceil_div(looked_at, ROW_THREADS)
+        first, past = cutlass.min(thread * each, looked_at), cutlass.min(thread * each + each, looked_at)
+        own = Int32(0)
+        for i in cutlass.range(first, past, unroll=1):
+            own += tiles[looked_at - 1 - i]
+        rest, all_tiles = self.sums_before(sums, thread, own)
+        mean = all_tiles // cutlass.max(looked_at, 1)
+        left, found = rest, Int32(0)
+        for i in cutlass.range(first, past, unroll=1):
+            left += tiles[looked_at - 1 - i]
+            found += self.outlasts(tiles[looked_at - 1 - i], left, mean, processors)
+        number, _ = self.sums_before(sums, thread, found)
+        left = rest
+        for i in cutlass.range(first, past, unroll=1):
+            at = looked_at - 1 - i
+            left += tiles[at]
+            if self.outlasts(tiles[at], left, mean, processors) == 1:
+                if number < FIRST_BLOCKS:
+                    counters[self.first_at(counters) + number] = total - 1 - i
+                    tiles[at] = Int32(-1)
+                number += 1
+        cute.arch.sync_threads()
+        own, most, rank = Int32(0), Int32(1), Int32(0)
         if thread < count:
-            work = self.describe(given, total - count + thread)
-            tiles = self.tiles_seen(work)
-        seen[thread] = tiles
+            own = tiles[looked_at - count + thread]
+        seen[thread] = own
         cute.arch.sync_threads()
         for i in cutlass.range(LAST_BLOCKS, unroll=16):
             most = cutlass.max(most, seen[i])
         cute.arch.sync_threads()
-        own = tiles * 8 // most * LAST_BLOCKS - thread  # no two alike
+        own = choose(own < 0, -LAST_BLOCKS, own * 8 // most * LAST_BLOCKS) - thread  # no two alike
         seen[thread] = own
         cute.arch.sync_threads()
         for i in cutlass.range(LAST_BLOCKS, unroll=16):
@@ -217,14 +251,35 @@ class Dealer(ColumnWalk):
         if thread < count:
             counters[self.order_at(counters) + rank] = total - count + thread
 
+    def outlasts(self, tiles: Any, left: Any, mean: Any, processors: Any) -> Any:
+        """1 if a block of so many tiles ends after those behind it would, of ``left`` tiles with its own, on all processors."""
+        alone = cute.ceil_div(processors, self.span // self.tile_n)
+        return choose((tiles > schedule.OUTLIER * mean) & (tiles > left // alone), 1, 0)
+
+    def first_at(self, counters: Any) -> Any:
+        """Where the numbers of the blocks that begin the call stand, the last one first."""
+        return self.order_at(counters) - FIRST_BLOCKS
+
     def order_at(self, counters: Any) -> Any:
         """Where the order of the last key blocks begins."""
         return counters.shape[0] - int(self.config.persistent) - LAST_BLOCKS
 
+    def own_first(self, counters: Any) -> Any:
+        """Of the blocks that begin the call, this lane's number, for ``last_block``; FAR where there are fewer."""
+        return counters[self.first_at(counters) + cute.arch.lane_idx()]
+
     @cute.jit
-    def last_block(self, counters, index, total):
-        """The number of the key block that is the ``index``-th to be handed out."""
-        ordered = index - cutlass.max(total - LAST_BLOCKS, 0)
-        if ordered >= 0 and index < total:
-            index = counters[self.order_at(counters) + ordered]
-        return index
+    def last_block(self, counters, own, index, total):
+        """The number of the key block that is the ``index``-th to be handed out; ``own``: ``own_first`` of a warp's lanes."""
+        block, behind, ordered = index, index, cutlass.max(total - LAST_BLOCKS, 0)
+        firsts = cute.arch.popc(cute.arch.vote_ballot_sync(own < total))
+        if firsts > 0:
+            behind = index - firsts
+            block = cute.arch.shuffle_sync(own, cutlass.min(index, FIRST_BLOCKS - 1))
+            if behind >= 0:
+                ordered -= cute.arch.popc(cute.arch.vote_ballot_sync(own < ordered))  # those are gone before the order begins
+                before = own - (firsts - 1 - cute.arch.lane_idx()) <= behind
+                block = behind + cute.arch.popc(cute.arch.vote_ballot_sync(before))
+        if behind >= ordered and index < total:
+            block = counters[self.order_at(counters) + behind - ordered]
+        return block

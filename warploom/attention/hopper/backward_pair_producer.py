@@ -29,7 +29,9 @@ class PairProducer(PairBase, Producer):
         shared = given.shared
         counter = counters.iterator + (counters.shape[0] - 1)
         total = given.n_blocks * given.slices
-        turn, index = Int32(0), Int32(0)
+        turn, index, own = Int32(0), Int32(0), Int32(0)
+        if const_expr(self.config.ordered > 0):
+            own = self.own_first(counters)
         while index < total:
             cute.arch.mbarrier_wait(shared.block_empty, turn & 1 ^ 1)
             lane = cute.arch.lane_idx()
@@ -39,7 +41,7 @@ class PairProducer(PairBase, Producer):
             at, words = index, [index]
             if const_expr(self.config.columns):
                 if const_expr(self.config.ordered > 0):
-                    at = self.last_block(counters, index, total)
+                    at = self.last_block(counters, own, index, total)
                 work = self.describe(given, cutlass.min(at, total - 1))
                 steps, dead = self.count_steps(work.but(n_block=PAIR * work.n_block))
                 words = [at, 2 * steps + dead]

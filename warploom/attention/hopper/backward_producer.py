@@ -63,8 +63,8 @@ class Producer(Dealer):
     def hand_out(self, given, counters, dk, dv):
         """The scheduler warp: key blocks in their order to whoever asks first.
 
-        It asks once the loader is done with the block before, which leaves that one's last two steps. Blocks of packed
-        sequences that do not exist, counted generously, are left out.
+        It asks once the loader is done with the block before, which leaves that one's last two steps, or ``ahead`` steps
+        earlier. Blocks of packed sequences that do not exist, counted generously, are left out.
         """
         shared, varlen = given.shared, const_expr(self.config.varlen)
         counter = counters.iterator + (counters.shape[0] - 1)
@@ -113,7 +113,7 @@ class Producer(Dealer):
         """As ``hand_out``, under a column mask, to blocks that are launched one for each key block: the block's own."""
         index = cute.arch.block_idx()[0]
         if const_expr(self.config.ordered > 0):
-            index = self.last_block(counters, index, given.n_blocks * given.slices)
+            index = self.last_block(counters, self.own_first(counters), index, given.n_blocks * given.slices)
         work = self.describe(given, index)
         steps, dead = self.count_steps(work)
         words = [work.n_block, work.head, work.batch, Int32(0), dead, Int32(0), steps, work.rising]
@@ -167,7 +167,11 @@ class Producer(Dealer):
         while n_block >= 0:
             work = self.read_block(given, n_block, turn, base)
             self.load(work, q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
-            cute.arch.mbarrier_arrive(given.shared.block_empty)
+            if const_expr(self.ahead > 0):
+                if self.steps_of(work) < self.ahead:
+                    cute.arch.mbarrier_arrive(given.shared.block_empty)
+            else:
+                cute.arch.mbarrier_arrive(given.shared.block_empty)
             base += self.steps_of(work)
             turn += 1
             n_block = self.next_block(given, turn)
@@ -207,6 +211,9 @@ class Producer(Dealer):
                         beside = rest % abreast
                     rest -= tiles * abreast
         for j in cutlass.range(steps, unroll=1):
+            if const_expr(self.ahead > 0):  # noqa: SIM102
+                if j + self.ahead == steps:
+                    cute.arch.mbarrier_arrive(shared.block_empty)
             if const_expr(config.columns):
                 head, m, tile, tested, member, at, beside, place = self.walk_on(
                     work, abreast, turned, member, at, beside, place

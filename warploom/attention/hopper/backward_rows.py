@@ -84,7 +84,7 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
                 if const_expr(self.config.dealt):
                     self.deal(self.key_blocks(out, m_blocks, sizes), counters, processors, slots)
                 else:
-                    self.order_last(self.key_blocks(out, m_blocks, sizes), counters)
+                    self.order_last(self.key_blocks(out, m_blocks, sizes), counters, processors)
         if const_expr(self.config.states > 0):  # noqa: SIM102
             if thread < self.config.states:
                 counters[Int64(index) * self.config.states + thread] = Int32(0)  # type: ignore[index]

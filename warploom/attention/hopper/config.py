@@ -41,6 +41,8 @@ BACKWARD_SOURCES = (
 # processor. In a simulation of causal documents, 32768 keys, processors then wait for the last one for 2 % of the time,
 # otherwise 7. Three for each processor lost 2 % of shared questions and prefixes: more heads side by side, fewer tiles in L2.
 LAST_BLOCKS = 256
+# And so many at the most that begin a call, as they would outlast all others; lanes of a warp.
+FIRST_BLOCKS = 32
 # To 128, key blocks that are handed out in pieces at the most, and words of the table that says which.
 CUTS = 512
 MOST_SLOTS = 4096  # pieces of all blocks
@@ -244,7 +246,7 @@ class BackwardConfig:
     @property
     def ordered(self) -> int:
         """How many key blocks at the end of a call go by how many query tiles they see, most first."""
-        return LAST_BLOCKS * (self.columns and not (self.dealt or self.deterministic or self.varlen))
+        return (FIRST_BLOCKS + LAST_BLOCKS) * (self.columns and not (self.dealt or self.deterministic or self.varlen))
 
     @property
     def dealt(self) -> bool:
