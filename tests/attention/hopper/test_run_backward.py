@@ -347,9 +347,10 @@ def test_which_packed_masks_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     used = torch.tensor([5, 7], dtype=torch.int32)
     for dim in (8, 64, 96, 128):
         assert all(takes(dim, **options) for options in ({}, {"seqused_k": used}, {"deterministic": True}, {"window": (9, 0)}))
-        for options in ({"softcap": 2.0, "deterministic": True}, {"dropout_p": 0.3, "dropout_seed": 1, "seqused_k": used}):
+        assert takes(dim, dropout_p=0.3, dropout_seed=1, seqused_k=used)
+        for options in ({"softcap": 2.0, "deterministic": True}, {"dropout_p": 0.3, "dropout_seed": 1, "deterministic": True}):
             assert takes(dim, **options) == (dim <= 96)
-    assert not takes(64, dropout_p=0.3, dropout_seed=1, deterministic=True)
+    assert not takes(64, dropout_p=0.3, dropout_seed=1, softcap=2.0, deterministic=True)
 
 
 @pytest.mark.parametrize("name", VARLEN)

@@ -174,6 +174,7 @@ class Fp8Forward(Fp8Producer, Fp8Consumers, Merge):
             k=placed(storage.k, layout_k),
             v=placed(storage.v, layout_v),
             alibi=None,
+            drops=None,
         )
         consumers = 4 * warpgroups  # warps
         if warp == LOADER:
