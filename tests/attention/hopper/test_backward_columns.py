@@ -29,9 +29,9 @@ from tests.sm90.ptx import Instruction
 from tests.sm90.state import HangError, Warp
 from warploom import masks
 from warploom.attention.features import Features
-from warploom.attention.hopper.config import FIRST_BLOCKS, LAST_BLOCKS, TABLE
+from warploom.attention.hopper.config import FIRST_BLOCKS, LAST_BLOCKS, LONGEST, TABLE
 from warploom.attention.hopper.plan import backward_config
-from warploom.attention.hopper.schedule import OUTLIER, guided_pieces, sections
+from warploom.attention.hopper.schedule import guided_pieces, sections
 from warploom.masks import Mask, tiles
 from warploom.runtime import modules
 
@@ -438,7 +438,7 @@ def test_last_blocks_go_longest_first(name: str, batch: int, wide: bool, built: 
     blocks = [sections(i, 70, heads_kv * batch, section, choose) for i in range(total)]
     length = [int(seen[slice_ % heads_kv * 2, n]) for n, slice_ in blocks]
     mean, alone = sum(length) // total, processors // (2 if config.pair else 1)
-    firsts = [i for i in reversed(range(total)) if length[i] > OUTLIER * mean and length[i] > sum(length[i:]) // alone]
+    firsts = [i for i in reversed(range(total)) if length[i] > LONGEST * mean and length[i] > sum(length[i:]) // alone]
     assert (firsts or not wide) and len(firsts) <= FIRST_BLOCKS
     expected = [*firsts, *[1 << 30] * (FIRST_BLOCKS - len(firsts))]
     assert [noted[start + 4 * (i - FIRST_BLOCKS)] for i in range(FIRST_BLOCKS)] == expected

@@ -21,7 +21,7 @@ from cutlass import Int32, const_expr
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import ROW_THREADS
 from warploom.attention.hopper.backward_columns import APART, ColumnWalk
-from warploom.attention.hopper.config import CUTS, FIRST_BLOCKS, LAST_BLOCKS, TABLE
+from warploom.attention.hopper.config import CUTS, FIRST_BLOCKS, LAST_BLOCKS, LONGEST, TABLE
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.columns import FAR, extrema_by_lanes, extrema_of, mask_row
 
@@ -189,7 +189,7 @@ class Dealer(ColumnWalk):
         """Numbers of a call's last key blocks, those that see the most query tiles first, and of long ones, for ``last_block``.
 
         By eighths of the most; within one they keep their order, in which neighbours read the same tiles. Those that outlast
-        all work behind them, and see OUTLIER times as many tiles as the mean, begin the call. The first head of a group stands
+        all work behind them, and see LONGEST times as many tiles as the mean, begin the call. The first head of a group stands
         for all. Each thread of a block looks at some.
         """
 
@@ -254,7 +254,7 @@ class Dealer(ColumnWalk):
     def outlasts(self, tiles: Any, left: Any, mean: Any, processors: Any) -> Any:
         """1 if a block of so many tiles ends after those behind it would, of ``left`` tiles with its own, on all processors."""
         alone = cute.ceil_div(processors, self.span // self.tile_n)
-        return choose((tiles > schedule.OUTLIER * mean) & (tiles > left // alone), 1, 0)
+        return choose((tiles > LONGEST * mean) & (tiles > left // alone), 1, 0)
 
     def first_at(self, counters: Any) -> Any:
         """Where the numbers of the blocks that begin the call stand, the last one first."""
