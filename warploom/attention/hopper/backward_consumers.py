@@ -484,12 +484,12 @@ class Consumers(Dealer, DropoutSteps):
         stage, phase = schedule.ring(j, self.stages)
         r = self.at_slot(r, stage)
         near = const_expr(self.reads_distances and place == NEAR)
-        if const_expr(near):
+        if const_expr(self.reads_distances):
             hides = self.may_hide(r.distances.given, r.distances.head[0])
         if const_expr(not config.columns):
             cute.arch.mbarrier_wait(shared.q_full + stage, phase)
-        if const_expr(near):  # noqa: SIM102
-            if hides == 1:
+        if const_expr(self.reads_distances):  # noqa: SIM102
+            if hides == 1:  # in far tiles too: the same step may be near for the other warpgroup
                 self.clear_unseeing(r, j)
         if const_expr(config.columns and masked):
             self.find_hidden(r, work, m, stage)
