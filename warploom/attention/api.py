@@ -154,7 +154,7 @@ def attention(
         scale: factor on q kᵀ; default 1/√head_dim.
         softcap: c > 0 replaces a scaled score s by c · tanh(s / c); 0 is off.
         sink: (heads_q,) floats, a logit a head that joins the softmax's denominator, neither scaled nor softcapped.
-        dropout_p: probability of dropping a softmax weight, in [0, 1).
+        dropout_p: probability of dropping a softmax weight, in [0, 1), rounded to a multiple of 2^-15 but not to 0.
         dropout_seed: int64 tensor of one element, or an int; default: drawn on q's device by torch's generator.
         deterministic: bitwise equal run to run; None follows torch.are_deterministic_algorithms_enabled(). True where
             batch_invariant is.

@@ -148,7 +148,7 @@ def low_precision(
         q, k, v: (batch, seqlen, heads, head_dim) in the kernel's dtype; heads of k and v divide those of q.
         dout: gradient of out, in the same dtype; dlse: gradient of lse, fp32 (batch, heads, seqlen_q).
         visible: bool (batch|1, heads|1, seqlen_q, seqlen_k); heads is 1 or that of q.
-        keep: dropout multipliers (batch, heads, seqlen_q, seqlen_k): 0 or 1 / (1 - p).
+        keep: dropout multipliers (batch, heads, seqlen_q, seqlen_k): 0 or `philox.keep_scale`.
         bias: added to the scores, finite where visible, (batch|1, heads|1, seqlen_q|1, seqlen_k|1).
     """
     dtype = q.dtype

@@ -95,6 +95,9 @@ BACKWARD = {
         Features(BF16, 128, 128, right=True, bias="alibi"), short=False, waves=True
     ),
     "head_dim 128, causal, distances": backward_config(Features(BF16, 128, 128, right=True, bias="distance"), short=False),
+    "head_dim 64, causal, distances with their gradient": backward_config(
+        Features(BF16, 64, 64, right=True, bias="distance", bias_grad=True), short=False
+    ),
     "head_dim 128, packed, window, distances": backward_config(
         Features(BF16, 128, 128, right=True, left=True, varlen=True, bias="distance", bias_grad=True), short=False
     ),

@@ -28,6 +28,7 @@ CORE = {
     "128, terms of dq": config(128, fading=True, terms=True),
     "128, terms of dk": config(128, reverse=True, fading=True, terms=True),
     "128, terms of dk beside dv": config(128, reverse=True, fading=True, terms=True, paired=True),
+    "128, terms of dk beside dv, a head": config(128, reverse=True, fading=True, a_head=True, terms=True, paired=True),
     "64, terms over segments": config(64, reverse=True, fading=True, cut=True, terms=True),
 }
 

@@ -241,3 +241,29 @@ def test_both_gpus_or_the_one() -> None:
     moved = replace(call, **{name: getattr(call, name).to(f"cuda:{index}") for name in ("q", "k", "v")})
     for (name, a), b in zip(computed(call, dout).items(), computed(moved, dout.to(f"cuda:{index}")).values(), strict=True):
         assert torch.equal(a, b.to(a.device)), name
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "dim", "a_head"),
+    [(2048, 8, 128, False), (2048, 8, 128, True), (2048, 90, 128, False), (4096, 8, 64, False), (4096, 8, 64, True)],
+)
+def test_launches_that_begin_early(rows: int, heads: int, dim: int, a_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no fills between launches; logs are another call's each time, so that what an earlier call left would be seen."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    q, k, v, dout = (torch.randn(1, rows, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    logs = [torch.rand((heads,) if a_head else (1, rows, heads), device="cuda") * -0.1 for _ in range(6)]
+
+    def gradients(decay: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v, decay)]
+        options: dict[str, Any] = {"feature_map": "identity", "normalize": False, "backend": "hopper"}
+        out = linear_attention(*leaves[:3], decay=leaves[3], **options)
+        return (out.detach(), *torch.autograd.grad(out, leaves, dout))
+
+    alone = []
+    for decay in logs:
+        torch.cuda.synchronize()
+        alone.append(gradients(decay))
+    torch.cuda.synchronize()
+    for i in range(60):
+        found = gradients(logs[i % 6])
+        assert all(torch.equal(a, b) for a, b in zip(found, alone[i % 6], strict=True)), i

@@ -35,6 +35,7 @@ class Drops(Fields):
     seed: Any  # its address in shared memory
     head: Any  # registers: query head, batch or packed sequence, the block's first key
     slot: Any  # of dS, of a step
+    drawn: Any  # of pairs of blocks: registers, what was drawn for a step
 
 
 class DropoutSteps(BiasSteps, DistanceSteps):
@@ -53,6 +54,7 @@ class DropoutSteps(BiasSteps, DistanceSteps):
             seed=given.shared.seed,
             head=cute.make_rmem_tensor(3, Int32),
             slot=None,
+            drawn=None,
         )
 
     @cute.jit

@@ -338,7 +338,7 @@ class RolesBackward(HopperBackward):
     def drops(self, work: Any) -> Any:
         """As of other warpgroups, and what was drawn for a step, in registers: P comes where its words were."""
         found = super().drops(work)
-        return found and found.but(slot=cute.make_rmem_tensor(self.keys_each // 8, Int32))
+        return found and found.but(drawn=cute.make_rmem_tensor(self.keys_each // 8, Int32))
 
     @cute.jit
     def draw(self, r, m):
@@ -353,12 +353,12 @@ class RolesBackward(HopperBackward):
             cute.arch.sync_warp()
             for i in cutlass.range_constexpr(rounds_of(16, columns)):
                 for n, pair in enumerate(drawn_for_rows(targets[i], i, columns)):
-                    r.drops.slot[4 * i + n] = pair
+                    r.drops.drawn[4 * i + n] = pair
             cute.arch.sync_warp()
 
     def pair(self, r: Any, i: int, c: int) -> Any:
         """What was drawn for elements (i, c) and (i, c + 1)."""
-        found = r.drops.slot[c // 4 * 2 + i]
+        found = r.drops.drawn[c // 4 * 2 + i]
         return exchanged(found) if c // 2 % 2 else found
 
     def kept_dp(self, r: Any) -> dict[tuple[int, int], Any]:

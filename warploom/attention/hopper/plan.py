@@ -116,7 +116,7 @@ def config(features: Features, long: bool, each: int = 0, shape: str = "") -> Fo
         tile = tiling.columns or tiling.dense
         for asked, own in ((features.softcap, tiling.softcap), (features.dropout, tiling.dropout)):
             if asked and own and own.keys == tile.keys:
-                tile = replace(own, pv_wait="early") if own.pv_wait == "pingpong" else own  # not run on a GPU
+                tile = replace(own, pv_wait="early") if own.pv_wait == "pingpong" else own  # in turns it was not run on a GPU
         if features.dropout and dims == (192, 128):  # shared memory has no room for more beside bits and words
             tile = Tile(2, 64, 2, "early")
     elif features.softcap:

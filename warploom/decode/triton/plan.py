@@ -209,7 +209,7 @@ def _ahead(units: int, merge_dim: int) -> int:
 
 def _merge_dim(rows: int, c: Config) -> int:
     """Columns of a program of the merge, a warp: few, which read much at once, until the programs of all rows take turns."""
-    if rows >= 1024:  # 1,280 rows of 16 parts on an H200: 140.2 us of a call for 142.5 with 32 columns
+    if rows >= (2048 if c.block_m == 64 else 1024):  # 1,280 rows of 16 parts on an H200: 140.2 us of a call for 142.5 with 32
         return 128
     return 64 if c.block_m == 64 else 32
 

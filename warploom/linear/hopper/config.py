@@ -73,8 +73,8 @@ class WalkConfig:
         """Whether it begins before the kernel before it ends, and lets the one behind it: of a pass for the gradient of logs.
 
         But for the first such a walk needs nothing of the walks before it, which are under way once all before them has ended;
-        it waits for them at its end, so that what comes behind it may read what they leave. Not where nothing of the pass
-        comes before the first walk, as of one log a head.
+        it waits for them at its end, so that what comes behind it may read what they leave. Whole sequences of one log a head
+        have no launch before the first walk that would hide it.
         """
         return (self.terms or (self.cut and self.reverse)) and (self.cut or not self.a_head)
 
@@ -85,7 +85,7 @@ class WalkConfig:
 
     @property
     def beside(self) -> WalkConfig:
-        """Of a pair the walk of values' gradients."""
+        """Of a pair the walk of values' gradients: what its code reads of a configuration, no module of its own."""
         return replace(self, terms=False)
 
     @property

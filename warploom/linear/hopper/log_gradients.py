@@ -47,7 +47,7 @@ def log_gradients(queries: Terms, keys: Terms, decay: Tensor, chunk: int, scale:
 
 @cache
 def _launch(chunk: int, groups: int, direct: bool, early: bool) -> Launch:
-    """``early``: it begins before the walk before it ends."""
+    """``early``: it may begin before the walk before it ends, and waits for it."""
     constants = {"C": chunk, "GROUPS": groups, "PDL": early, **_TILE, **({"launch_pdl": True} if early else {})}
     return Launch(log_gradients_kernel, constants, direct=direct)
 
