@@ -133,14 +133,17 @@ def test_halves_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_keys_are_read_as_by_plain_decode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of what nobody shares takes the tiles and stages of plain decode, whose memory lets as many programs run."""
+    """The kernel of what nobody shares takes the tiles and stages of plain decode, whose memory lets as many programs run.
+
+    Its programs keep the loop that plain ones of one unit are spared.
+    """
     for constants in ({}, GROUPED):
         short(monkeypatch, **constants)
         c = drawn([140, 140], [0, 64])
         cache = c.cache()
         found, plain = (launch._plan_of(args_of(c, cache, prefix))[0] for prefix in (cache.shared_prefix(), None))
         assert found.share is not None and found.grid == plain.grid
-        assert found.split._constants | {"SHARED": False} == plain.split._constants
+        assert found.split._constants | {"SHARED": False, "ONCE": True} == plain.split._constants
 
 
 def test_bits_of_splits_of_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
