@@ -1,11 +1,11 @@
 """Causal linear attention for Hopper (sm_90a) past head_dim 64, with a denominator past 128, in the CuTe DSL.
 
-One kernel, the walk (TMA, wgmma, warp specialisation), sums (a_i · b_j) c_j over earlier or later tokens; out and all gradients
-are such sums. A block walks a sequence in chunks with a slice of the state in registers; two walks
-that read the same go side by side where heads leave processors idle. Modules are compiled ahead of time by
-`warploom build`, or once at first use. Maps and denominators are passes over rows in Triton, and so are the states of segments
-where few sequences are cut. A state that is asked for, the gradient of a decay past head_dim 128, and gradients of cut
-sequences whose decay has none are the next implementation's.
+One kernel, the walk (TMA, wgmma, warp specialisation), sums (a_i · b_j) c_j over earlier or later tokens; out and all
+gradients are such sums. A block walks a sequence in chunks with a slice of the state in registers; two walks that read the
+same go side by side where heads leave processors idle. Modules are compiled ahead of time by `warploom build`, or once at
+first use. Maps and denominators are passes over rows in Triton, and so are the states of segments where few sequences are
+cut. A state that is asked for, the gradient of a decay past head_dim 128, and gradients of cut sequences whose decay has none
+are the next implementation's.
 """
 
 from __future__ import annotations
