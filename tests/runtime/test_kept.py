@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from warploom.runtime import dispatch, kept
 from warploom.runtime.room import Room
@@ -27,14 +33,14 @@ def rows(*shape: int) -> Tensor:
 
 
 def key(*tensors: Any, others: tuple[Any, ...] = (), options: tuple[Any, ...] = ()) -> Any:
-    return kept.find("f", tensors, others, options)[0]
+    return kept.find("f", (*tensors, *others), len(tensors), options)[0]
 
 
 def test_equal_kinds_have_equal_keys() -> None:
     want = key(rows(), rows(), rows(), None, others=(None,), options=(1.0, True, None))
     assert want is not None
     assert key(rows() * 2, rows(), rows(), None, others=(None,), options=(1.0, True, None)) == want
-    assert kept.find("g", (rows(), rows(), rows(), None), (None,), (1.0, True, None))[0] != want
+    assert kept.find("g", (rows(), rows(), rows(), None, None), 4, (1.0, True, None))[0] != want
 
 
 DIFFERENT: dict[str, tuple[Any, ...]] = {
@@ -70,14 +76,14 @@ class Number(float):
 
 @pytest.mark.parametrize("option", [Number(1.0), (1, 2), [1], torch.tensor(1.0), torch.relu], ids=lambda x: type(x).__name__)
 def test_options_of_no_plain_type_make_none(option: Any) -> None:
-    assert kept.find("f", (rows(), rows(), rows()), (), (option,)) == kept.NOTHING
+    assert kept.find("f", (rows(), rows(), rows()), 3, (option,)) == kept.NOTHING
 
 
 @pytest.mark.parametrize("bad", ["keys", 3, object()], ids=lambda bad: type(bad).__name__)
 def test_what_is_no_plain_tensor_makes_none(bad: Any) -> None:
     for tensors in ((bad, rows(), rows()), (rows(), rows(), rows(), bad)):
-        assert kept.find("f", tensors, (), ()) == kept.NOTHING
-    assert kept.find("f", (rows(), rows(), rows()), (bad,), ()) == kept.NOTHING
+        assert kept.find("f", tensors, len(tensors), ()) == kept.NOTHING
+    assert kept.find("f", (rows(), rows(), rows(), bad), 3, ()) == kept.NOTHING
 
 
 def test_strides_that_nothing_is_multiplied_by_make_no_kind() -> None:
@@ -97,7 +103,156 @@ def test_a_launcher_is_kept_for_a_settled_choice_alone(monkeypatch: pytest.Monke
     for want in (None, asked.append):
         kept.bind(found, "problem", "chosen", "family", True, lambda: asked.append)
         assert dispatch.bound(found) == want
-    assert kept.find("f", (rows(), rows(), rows()), (), ())[1] == asked.append
+    assert kept.find("f", (rows(), rows(), rows()), 3, ())[1] == asked.append
+
+
+def keep(given: tuple[Any, ...], options: tuple[Any, ...] = (1.0, True, None)) -> Callable[[], None]:
+    """Bind a launcher to calls like this one, and make such a call, which is remembered."""
+
+    def launch() -> None:
+        """In the place of one."""
+
+    found = kept.find("f", given, 3, options)[0]
+    dispatch._settled[found] = "chosen"
+    for _ in range(2):
+        kept.bind(found, None, "chosen", "attention", True, lambda: launch)
+    assert kept.find("f", given, 3, options)[1] is launch
+    return launch
+
+
+def given() -> tuple[Any, ...]:
+    return rows(), rows(), rows(), None, torch.ones(2, 3)
+
+
+def by_key(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Which calls were looked for by a key."""
+    asked: list[Any] = []
+    find = kept._find
+    monkeypatch.setattr(kept, "_find", lambda *arguments: asked.append(arguments) or find(*arguments))
+    return asked
+
+
+def test_a_call_like_the_last_one_makes_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = keep(given())
+    asked = by_key(monkeypatch)
+    for _ in range(3):
+        key, found, records = kept.find("f", given(), 3, (1.0, True, None))
+        assert key is not None and found is launch and not records
+    assert not asked
+
+
+UNLIKE: dict[str, tuple[Any, ...]] = {
+    "shape": (rows(), rows(2, 3, 5), rows(), None, torch.ones(2, 3)),
+    "strides": (rows(), rows(), rows(2, 4, 3).mT, None, torch.ones(2, 3)),
+    "dtype": (rows(), rows(), rows(), None, torch.ones(2, 3).bfloat16()),
+    "a tensor more": (rows(), rows(), rows(), rows(), torch.ones(2, 3)),
+    "another place": (rows(), rows(), rows(), torch.ones(2, 3), None),
+    "none": (rows(), rows(), rows(), None, None),
+    "a parameter": (rows(), rows(), torch.nn.Parameter(rows(), requires_grad=False), None, torch.ones(2, 3)),
+    "a gradient": (rows(), rows(), rows().requires_grad_(), None, torch.ones(2, 3)),
+    "no tensor": (rows(), 3, rows(), None, torch.ones(2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_call_unlike_the_last_one_gets_no_launcher_of_it(name: str) -> None:
+    launch = keep(given())
+    if name == "a parameter":  # of one kind, by the key
+        assert kept.find("f", UNLIKE[name], 3, (1.0, True, None))[1] is launch
+    else:
+        assert kept.find("f", UNLIKE[name], 3, (1.0, True, None))[1] is None
+    assert kept.find("f", given(), 3, (1.0, True, None))[1] is launch
+
+
+@pytest.mark.parametrize("options", [(1, True, None), (1.0, 1, None), (1.0, True, False), (2.0, True, None)], ids=str)
+def test_options_unlike_the_last_ones_get_no_launcher_of_them(options: tuple[Any, ...]) -> None:
+    keep(given())
+    assert kept.find("f", given(), 3, options)[1] is None
+
+
+def test_a_call_like_the_last_one_is_seen_by_whoever_watches() -> None:
+    launch = keep(given())
+    seen: list[Any] = []
+
+    def look(t: Tensor) -> Tensor:
+        seen.append(kept.find("f", (t, rows(), rows(), None, torch.ones(2, 3)), 3, (1.0, True, None)))
+        return t
+
+    watchers = [FlopCounterMode(display=False), profile(), _Counter()]
+    for watcher in watchers:
+        with watcher:
+            look(rows())
+    torch.vmap(look)(rows(5, 2, 3, 4))
+    torch.func.functionalize(look)(rows())
+    with forward_ad.dual_level():
+        look(rows())
+    torch.jit.trace(look, rows(), check_trace=False)
+    assert len(seen) == len(watchers) + 4 and set(seen) == {kept.NOTHING}
+    with torch.device("cpu"):
+        assert look(rows()) is not None and seen[-1][1] is launch
+
+
+class _Counter(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_that_are_not_recorded_make_another_kind() -> None:
+    asks = (rows().requires_grad_(), *given()[1:])
+    with torch.no_grad():
+        launch = keep(asks)
+        assert kept.find("f", asks, 3, (1.0, True, None))[1:] == (launch, False)
+        assert kept.find("f", given(), 3, (1.0, True, None))[1] is launch
+    assert kept.find("f", asks, 3, (1.0, True, None))[1:] == (None, True)
+    recorded = keep(asks)
+    assert kept.find("f", asks, 3, (1.0, True, None))[1:] == (recorded, True)
+    with torch.no_grad():
+        assert kept.find("f", asks, 3, (1.0, True, None))[1:] == (launch, False)
+    with torch.inference_mode():
+        assert kept.find("f", given(), 3, (1.0, True, None))[1:] == (launch, False)
+
+
+def test_autocast_that_would_cast_gets_no_launcher() -> None:
+    launch = keep(given())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kept.find("f", given(), 3, (1.0, True, None)) == kept.NOTHING
+    assert kept.find("f", given(), 3, (1.0, True, None))[1] is launch
+    halves = (*[t.bfloat16() for t in given()[:3]], None, torch.ones(2, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        launch = keep(halves)
+    with torch.autocast("cpu", torch.float16):
+        assert kept.find("f", halves, 3, (1.0, True, None)) == kept.NOTHING
+
+
+def test_what_forgets_launchers_forgets_the_last_call() -> None:
+    keep(given())
+    dispatch.strict(False)
+    assert kept.find("f", given(), 3, (1.0, True, None))[1] is None
+
+
+def test_one_tensor_given_twice_is_looked_for_by_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    t = rows()
+    launch = keep((t, t, t, None, None))
+    asked = by_key(monkeypatch)
+    assert kept.find("f", (t, t, t, None, None), 3, (1.0, True, None))[1] is launch and len(asked) == 1
+    launch = keep(given())
+    assert kept.find("f", (t, t, rows(), None, torch.ones(2, 3)), 3, (1.0, True, None))[1] is launch
+
+
+def test_a_torch_without_the_test_of_tensors_looks_by_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_Guards", None)
+    launch = keep(given())
+    asked = by_key(monkeypatch)
+    assert kept.find("f", given(), 3, (1.0, True, None))[1] is launch and len(asked) == 1
+
+
+def test_the_last_call_is_remembered_without_its_tensors() -> None:
+    tensors = given()
+    refs = [weakref.ref(t) for t in tensors if t is not None]
+    keep(tensors)
+    del tensors
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * len(refs)
 
 
 SAME: list[tuple[Callable[[Tensor], Tensor], bool]] = [

@@ -205,6 +205,7 @@ def hopper(recorder: Recorder) -> Iterator[Callable[[], None]]:
         put(dispatch, "choose", chosen)
         for name, value in _cuda().items():
             put(torch.cuda, name, value)
+        put(torch._C._dynamo.guards, "_empty_strided_cuda", torch._C._dynamo.guards._empty_strided_cpu)
         put(torch._C, "_cuda_getDevice", lambda: 0)
         put(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
         for where, names in ((torch, _FACTORIES + _LIKE), (Tensor, _METHODS)):

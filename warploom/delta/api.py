@@ -93,10 +93,11 @@ def gated_delta_rule(
     """
     given = (q, k, v, beta, decay, state, lengths, cu_seqlens)
     options = (scale, normalize_qk, eps, return_state, backend)
-    key, launch, records = kept.find("gated_delta_rule", given[:6], given[6:], options)
+    key, launch, records = kept.find("gated_delta_rule", given, 6, options)
     if launch is not None:
-        out, last = launch(*given)
-        return (out, last) if return_state else out
+        found = launch(*given)
+        if found is not None:
+            return found if return_state else found[0]
     call = delta_call(
         q,
         k,
@@ -113,7 +114,8 @@ def gated_delta_rule(
     return_state = arguments.flag("return_state", return_state)
     chosen = dispatch.choose(call, backend, "delta")
     out, last = _run(call, chosen, return_state)
-    launcher.keep(key, call, given, chosen, backend, return_state, records)
+    if launch is None:
+        launcher.keep(key, call, given, chosen, backend, return_state, records)
     if q.ndim == 3:
         out = out.squeeze(0)
     return out if last is None else (out, last)
@@ -154,7 +156,7 @@ def gated_delta_step(
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
     given = (q, k, v, beta, decay, state)
-    key, launch, _ = kept.find("gated_delta_step", given, (), (scale, normalize_qk, inplace, eps, backend))
+    key, launch, _ = kept.find("gated_delta_step", given, 6, (scale, normalize_qk, inplace, eps, backend))
     if launch is not None:
         found = launch(q, k, v, beta, state, decay)
         if found is not None:
@@ -171,7 +173,8 @@ def gated_delta_step(
     else:
         args = step_args(call, dispatch.choose(call, backend, "delta"))
         out, last = (inplace_step_op(*args), state) if inplace else step_op(*args)
-        launcher.keep_step(key, call, args, given, backend, inplace)
+        if launch is None:
+            launcher.keep_step(key, call, args, given, backend, inplace)
         out = out.unsqueeze(1)
     return out.squeeze(1) if q.ndim == 3 else out, last
 

@@ -17,7 +17,8 @@ from warploom.runtime import dispatch, kept
 from warploom.runtime.likeness import like
 
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-Launch = Callable[..., tuple[Tensor, Tensor | None]]
+# By the tensors of Given; None where it does not take these addresses, which a checked call then copies.
+Launch = Callable[..., tuple[Tensor, Tensor | None] | None]
 
 
 def keep(
@@ -68,8 +69,7 @@ def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, record
     narrow = [t.dtype for t in given[3:5] if t is not None and t.dtype != wide]
     # Calls that are recorded convert: a checked one keeps what is converted, and checkpoints may run it again by its launcher.
     converts = bool(narrow) and (records or not all(map(backend.reads, narrow)))
-    as_given = bool(narrow) and not converts
-    if as_given:
+    if narrow and not converts:
         beta, decay = given[3:5] if not packed else [t if t is None else t.unsqueeze(0) for t in given[3:5]]
         call = replace(call, beta=cast(Tensor, beta), decay=decay)
     forward = backend.bind(call, return_state)
@@ -83,8 +83,6 @@ def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, record
     ) -> tuple[object, ...]:
         if q.ndim == 3:
             q, k, v, beta, decay = _batch_of_one(q, k, v, beta, decay)
-        if as_given:  # where the backend does not take these addresses
-            beta, decay = _converted(beta, decay, wide)
         return (q, k, v, beta, decay, *numbers, state, *where, *options)
 
     def filled(*tensors: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -94,21 +92,22 @@ def _bind(call: DeltaCall, given: Given, chosen: str, return_state: bool, record
     def bind_backward(flat: tuple[object, ...], dout: Tensor, dstate: Tensor | None) -> Callable[..., Any] | None:
         return backend.bind_backward(DeltaCall(*flat[:-2]), dout, dstate)  # type: ignore[arg-type]
 
-    constant = delta_op.constant(options)
-    launcher = kept.Launcher(delta_op, flat, filled if records else forward, bind_backward, constant)
-    run: Launch = delta_op.recorded_by(launcher) if records else launcher  # type: ignore[assignment]
+    run: Launch = forward
+    if records:
+        launcher = kept.Launcher(delta_op, flat, filled, bind_backward, delta_op.constant(options))
+        run = delta_op.recorded_by(launcher)
     if not packed and not converts:
         return run
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor | None, *where: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None] | None:
         if converts:
             beta, decay = _converted(beta, decay, wide)
         if packed and records:
             q, k, v, beta, decay = _batch_of_one(q, k, v, beta, decay)
-        out, last = run(q, k, v, beta, decay, state, *where)
-        return out.squeeze(0) if packed else out, last
+        found = run(q, k, v, beta, decay, state, *where)
+        return (found[0].squeeze(0), found[1]) if packed and found is not None else found
 
     return launch
 

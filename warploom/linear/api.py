@@ -108,10 +108,11 @@ def linear_attention(
     """
     given = (q, k, v, *_parts(state), decay, lengths, cu_seqlens)
     options = (causal, feature_map, normalize, eps, scale, return_state, backend)
-    key, launch, records = kept.find("linear_attention", given[:6], given[6:], options)
+    key, launch, records = kept.find("linear_attention", given, 6, options)
     if launch is not None:
-        out, _, s, z = launch(*given)
-        return (out, LinearState(s, z)) if return_state else out
+        found = launch(*given)
+        if found is not None:
+            return (found[0], LinearState(found[2], found[3])) if return_state else found[0]
     call = linear_call(
         q,
         k,
@@ -130,7 +131,8 @@ def linear_attention(
     call = _seen(call, return_state)
     chosen = dispatch.choose(call, backend, "linear")
     out, last = _run(call, chosen, return_state)
-    launcher.keep(key, call, given, chosen, backend, return_state, records)
+    if launch is None:
+        launcher.keep(key, call, given, chosen, backend, return_state, records)
     if q.ndim == 3:
         out = out.squeeze(0)
     return out if last is None else (out, last)
@@ -170,7 +172,7 @@ def linear_attention_step(
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
     given = (q, k, v, *_parts(state), decay)
-    key, launch, _ = kept.find("linear_attention_step", given, (), (feature_map, normalize, eps, scale, backend))
+    key, launch, _ = kept.find("linear_attention_step", given, 6, (feature_map, normalize, eps, scale, backend))
     if launch is not None:
         found = launch(*given)
         if found is not None:
@@ -217,7 +219,8 @@ def linear_attention_step(
     else:
         args = step_args(call, dispatch.choose(call, backend, "linear"))
         out, s, z = step_op(*args)
-        launcher.keep_step(key, call, args, given, q.ndim == 4, backend)
+        if launch is None:
+            launcher.keep_step(key, call, args, given, q.ndim == 4, backend)
         out = out.unsqueeze(1)
         last = LinearState(s, z)
     assert last is not None

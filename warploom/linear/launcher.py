@@ -16,7 +16,9 @@ from warploom.runtime import dispatch, kept
 from warploom.runtime.likeness import like
 
 Given = tuple[Tensor | None, ...]
-Launch = Callable[..., tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]
+Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+# By the tensors of Given; None where it does not take these addresses, which a checked call then copies.
+Launch = Callable[..., Results | None]
 
 
 def keep(
@@ -84,19 +86,19 @@ def _bind(call: LinearCall, packed: bool, chosen: str, return_state: bool, recor
 
         return launch
 
-    constant = linear_op.constant(options)
-    launcher = kept.Launcher(linear_op, flat, filled if records else forward, bind_backward, constant)
-    run: Launch = linear_op.recorded_by(launcher) if records else launcher  # type: ignore[assignment]
+    run: Launch = forward
+    if records:
+        run = linear_op.recorded_by(kept.Launcher(linear_op, flat, filled, bind_backward, linear_op.constant(options)))
     if not packed:
         return run
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, z: Tensor | None, decay: Tensor | None, *where: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> Results | None:
         if records:
             q, k, v, decay = _batch_of_one(q, k, v, decay)
-        out, *rest = run(q, k, v, s, z, decay, *where)
-        return out.squeeze(0), *rest  # type: ignore[return-value]
+        found = run(q, k, v, s, z, decay, *where)
+        return None if found is None else (found[0].squeeze(0), *found[1:])
 
     return launch
 

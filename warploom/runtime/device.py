@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,6 +16,12 @@ def on_device(t: Tensor) -> AbstractContextManager[object]:
     if t.is_cuda and t.device.index != torch._C._cuda_getDevice():
         return torch.cuda.device(t.device)
     return _HERE
+
+
+def current(device: torch.device) -> Callable[[], int | None]:
+    """What says which device is the current one, to compare with the index of ``device``; on a CPU always that."""
+    index = device.index
+    return torch._C._cuda_getDevice if device.type == "cuda" else lambda: index
 
 
 _HERE = nullcontext()  # which may be entered any number of times

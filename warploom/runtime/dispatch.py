@@ -14,6 +14,7 @@ _families: dict[str, tuple[Backend, ...]] = {}
 # Choices by a key of the caller's that holds all that a problem does, and launchers by one that holds strides too.
 _settled: dict[Any, str] = {}
 _bound: dict[Any, Callable[..., Any] | None] = {}
+_recent: dict[Any, Any] = {}
 MOST_KEPT = 4096
 _strict = False
 _warned: set[tuple[str, str]] = set()
@@ -42,6 +43,7 @@ def register(family: str, *ordered: Backend) -> None:
 def _forget() -> None:
     _settled.clear()
     _bound.clear()
+    _recent.clear()
 
 
 def implementations(family: str = "attention") -> tuple[Backend, ...]:
@@ -135,6 +137,16 @@ def bind(key: Any, make: Callable[[], Callable[..., Any] | None]) -> None:
     It is made when the key comes for the second time: lengths that change with every call would make one each time.
     """
     _keep(_bound, key, make() if key in _bound else None)
+
+
+def recent(place: Any) -> Any:
+    """What ``remember`` kept for the place, if nothing has changed launchers since."""
+    return _recent.get(place)
+
+
+def remember(place: Any, call: Any) -> None:
+    """Keep what tells further calls like one that a launcher runs."""
+    _keep(_recent, place, call)
 
 
 def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:

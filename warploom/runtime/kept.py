@@ -7,14 +7,15 @@ planning launches a hundred. `warploom.runtime.dispatch` holds the launchers, fo
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import compress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from warploom.runtime import dispatch
 from warploom.runtime.arguments import checked
-from warploom.runtime.op import plain, recorded
+from warploom.runtime.op import plain, recorded, watched
 
 if TYPE_CHECKING:
     from warploom.runtime.op import DifferentiableOp
@@ -25,14 +26,27 @@ Found = tuple[Hashable, Callable[..., Any] | None, bool]
 NOTHING: Found = (None, None, False)
 MOST_BACKWARD = 16  # launchers of backward passes that one of a forward pass keeps, by strides
 _OPTIONS = frozenset((float, int, bool, str, type(None)))
+# torch.compile's own test of tensors' types, dtypes, devices, shapes, strides and gradients, in C++: a third of a key's time.
+_Guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+_grad_enabled, _any_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 
-def find(name: str, tensors: Sequence[Any], others: Sequence[Any], options: tuple[Any, ...]) -> Found:
+class Recent(NamedTuple):
+    """The last call of those whose q has one shape: calls that differ in nothing but contents and addresses are of its kind."""
+
+    types: tuple[type, ...]  # of all arguments
+    options: tuple[Any, ...]
+    is_given: tuple[bool, ...]  # which of the tensors are not None
+    same: Callable[..., bool]  # of those that are given
+    found: Found
+
+
+def find(name: str, given: tuple[Any, ...], differentiable: int, options: tuple[Any, ...]) -> Found:
     """What is kept for calls of this kind of the function ``name``.
 
     Args:
-        tensors: those that may have gradients, None for one that is not given; q, k and v first.
-        others: tensors without gradients.
+        given: tensors, None for one that is not given; q, k and v first.
+        differentiable: so many of them, the first, may have gradients.
         options: all other arguments. No launcher is kept unless each is of the plainest type: 1 is equal to True.
 
     Returns:
@@ -42,26 +56,53 @@ def find(name: str, tensors: Sequence[Any], others: Sequence[Any], options: tupl
     if torch.compiler.is_compiling() or checked():
         return NOTHING
     try:
+        types, place = tuple(map(type, given + options)), (name, given[0].shape, _grad_enabled())
+        recent = dispatch.recent(place)
         if (
-            not tensors[0].is_cuda
-            or not plain(*tensors, *others)
-            or (torch._C._is_any_autocast_enabled() and casts(*tensors[:3]))
+            recent is not None
+            and recent.types == types
+            and recent.options == options
+            and not watched()
+            and not _any_autocast()
+            and recent.same(*compress(given, recent.is_given))
         ):
-            return NOTHING
-        records, types = recorded(*tensors), tuple(map(type, options))
-        key = [name, records, options, types]
-        if records:
-            key += [t is not None and t.requires_grad for t in tensors]
-        for t in (*tensors, *others):
-            # Of contiguous tensors strides follow from shapes, but for those that nothing is multiplied by.
-            key += (None,) if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device())
-        found = tuple(key)
-        launch = dispatch.bound(found)
-        if launch is None and not _OPTIONS.issuperset(types):
-            return NOTHING
-        return found, launch, records
+            return recent.found
+        found = _find(name, given, differentiable, options)
+        if found[1] is not None:
+            _remember(place, types, options, given, found)
+        return found
     except (AttributeError, TypeError, RuntimeError, ValueError):
         return NOTHING
+
+
+def _remember(place: Hashable, types: tuple[type, ...], options: tuple[Any, ...], given: tuple[Any, ...], found: Found) -> None:
+    """Keep what says whether further calls are like this one; it holds none of its tensors."""
+    tensors = [t for t in given if t is not None]
+    # The test takes no tensor twice.
+    if _Guards is None or len(set(map(id, tensors))) < len(tensors):
+        return
+    guards = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    is_given = tuple([t is not None for t in given])
+    dispatch.remember(place, Recent(types, options, is_given, guards.check, found))
+
+
+def _find(name: str, given: tuple[Any, ...], differentiable: int, options: tuple[Any, ...]) -> Found:
+    """The same by a key, whatever was called before."""
+    if not given[0].is_cuda or not plain(*given) or (_any_autocast() and casts(*given[:3])):
+        return NOTHING
+    tensors, types = given[:differentiable], tuple(map(type, options))
+    records = recorded(*tensors)
+    key = [name, records, options, types]
+    if records:
+        key += [t is not None and t.requires_grad for t in tensors]
+    for t in given:
+        # Of contiguous tensors strides follow from shapes, but for those that nothing is multiplied by.
+        key += (None,) if t is None else (t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device())
+    found = tuple(key)
+    launch = dispatch.bound(found)
+    if launch is None and not _OPTIONS.issuperset(types):
+        return NOTHING
+    return found, launch, records
 
 
 def casts(q: Tensor, k: Tensor, v: Tensor) -> bool:

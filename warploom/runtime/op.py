@@ -34,14 +34,18 @@ _grad_enabled, _tracing, _profiling = torch.is_grad_enabled, torch._C._is_tracin
 
 def plain(*values: object) -> bool:
     """Whether nothing would see an op on these: plain tensors and numbers; no mode, transform, trace or profiler."""
-    return (
-        _PLAIN.issuperset(map(type, values))
-        and not _modes()
-        and not (_function_modes() and _are_watched_functions())
-        and not _transforms()
-        and forward_ad._current_level < 0
-        and not _tracing()
-        and not _profiling()
+    return _PLAIN.issuperset(map(type, values)) and not watched()
+
+
+def watched() -> bool:
+    """Whether a mode, transform, trace or profiler would see an op on plain tensors."""
+    return bool(
+        _modes()
+        or (_function_modes() and _are_watched_functions())
+        or _transforms()
+        or forward_ad._current_level >= 0
+        or _tracing()
+        or _profiling()
     )
 
 

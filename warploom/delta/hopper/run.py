@@ -14,8 +14,8 @@ from warploom.delta.hopper.config import CHUNK, ITEM
 from warploom.delta.problem import DeltaCall
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
-from warploom.runtime.device import on_device
-from warploom.runtime.likeness import like
+from warploom.runtime.device import current
+from warploom.runtime.likeness import allocation
 
 _WORD = 2  # bytes that the strides of beta and decay count in
 
@@ -42,7 +42,9 @@ def bind(call: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor, Ten
 def _launcher(call: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor, Tensor | None] | None]:
     none, no_state = nothing(call.q.device)
     function = _function(call)
-    like_out, like_prepared, like_last = [like(shape, dtype, call.v.device) for shape, dtype in _results(call)]
+    device = call.v.device
+    new_out, new_prepared, new_last = [allocation(shape, dtype, device) for shape, dtype in _results(call)]
+    index, current_device = device.index, current(device)
     of_beta = _words(call.beta)
     of_decay = of_beta if call.decay is None else _words(call.decay)
     numbers = *of_decay, call.scale, call.eps, int(call.normalize_qk), int(call.decay is not None)
@@ -53,16 +55,18 @@ def _launcher(call: DeltaCall, return_state: bool) -> Callable[..., tuple[Tensor
     ) -> tuple[Tensor, Tensor | None] | None:  # fmt: skip
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return None
+        if current_device() != index:
+            with torch.cuda.device(device):
+                return run(q, k, v, beta, decay, state, lengths, cu)
         if q.ndim == 3:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-        out, prepared = torch.empty_like(like_out), torch.empty_like(like_prepared)
-        last = torch.empty_like(like_last) if return_state else no_state
+        out = new_out()
+        last = new_last() if return_state else no_state
         address = beta.data_ptr()
-        with on_device(q):
-            function(
-                q, k, v, out, prepared, no_state if state is None else state, last, none if lengths is None else lengths,
-                none if cu is None else cu, address, *of_beta, address if decay is None else decay.data_ptr(), *numbers,
-            )  # fmt: skip
+        function(
+            q, k, v, out, new_prepared(), no_state if state is None else state, last, none if lengths is None else lengths,
+            none if cu is None else cu, address, *of_beta, address if decay is None else decay.data_ptr(), *numbers,
+        )  # fmt: skip
         return out, last if return_state else None
 
     return run

@@ -16,8 +16,8 @@ from warploom.linear.hopper.plan import config, width
 from warploom.linear.hopper.rows import bind_sums, denominators, mapped, mapped_and_sums, queries_gradient, through
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
-from warploom.runtime.device import on_device
-from warploom.runtime.likeness import like
+from warploom.runtime.device import current, on_device
+from warploom.runtime.likeness import allocation, like
 
 if TYPE_CHECKING:
     from warploom.linear.problem import LinearCall
@@ -49,7 +49,9 @@ def bind(call: LinearCall, segments: int) -> Forward | None:
 
 def _forward(call: LinearCall, segments: int) -> Forward:
     """What launches the walk of a call without a denominator, and what comes before it."""
-    like_out = like(call.v.shape, call.v.dtype, call.v.device)
+    device = call.v.device
+    index, current_device = device.index, current(device)
+    new_out = allocation(call.v.shape, call.v.dtype, device)
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
     kind, chunk = _fading(call), config(tile).chunk
     function, weigh = _function(tile, **kind, cut=segments > 1), _weigh(call, segments, chunk)
@@ -63,14 +65,16 @@ def _forward(call: LinearCall, segments: int) -> Forward:
     ) -> tuple[Tensor, None, None, None] | None:
         if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
             return None
-        out = torch.empty_like(like_out)
-        with on_device(q):
-            weights, logs = weigh(decay)
-            before: tuple[Tensor | None, ...] = (None, None)
-            if segments > 1:
-                assert weights is not None
-                before = own_states(k, v, weights)
-            function(q, k, v, out, weights, None, *before, logs, *_NO_TERMS, scale)
+        if current_device() != index:
+            with torch.cuda.device(device):
+                return run(q, k, v, s, z, decay)
+        out = new_out()
+        weights, logs = weigh(decay)
+        before: tuple[Tensor | None, ...] = (None, None)
+        if segments > 1:
+            assert weights is not None
+            before = own_states(k, v, weights)
+        function(q, k, v, out, weights, None, *before, logs, *_NO_TERMS, scale)
         return out, None, None, None
 
     return run
@@ -85,8 +89,8 @@ def _weigh(call: LinearCall, segments: int, chunk: int) -> Callable[..., tuple[T
         sum_logs = bind_sums(decay, chunk)
         return lambda decay: (sum_logs(decay), None)
     batch, seqlen, heads = decay.shape
-    sums = like((batch, heads, -(-seqlen // chunk) * chunk), decay.dtype, decay.device)
-    return lambda decay: (torch.empty_like(sums), decay)
+    new_sums = allocation((batch, heads, -(-seqlen // chunk) * chunk), decay.dtype, decay.device)
+    return lambda decay: (new_sums(), decay)
 
 
 def backward(
