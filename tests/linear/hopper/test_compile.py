@@ -29,6 +29,9 @@ CORE = {
     "128, terms of dk": config(128, reverse=True, fading=True, terms=True),
     "128, terms of dk beside dv": config(128, reverse=True, fading=True, terms=True, paired=True),
     "128, terms of dk beside dv, a head": config(128, reverse=True, fading=True, a_head=True, terms=True, paired=True),
+    "128, dv that finds": config(128, reverse=True, fading=True, finds=True),
+    "128, dv that finds, a head": config(128, reverse=True, fading=True, a_head=True, finds=True),
+    "64, dv that finds over segments": config(64, reverse=True, fading=True, cut=True, finds=True),
     "64, terms over segments": config(64, reverse=True, fading=True, cut=True, terms=True),
 }
 

@@ -28,6 +28,7 @@ from warploom.linear import hopper, registry, triton  # noqa: F401  (registry fi
 from warploom.linear.feature_maps import NAMED
 from warploom.linear.hopper import run
 from warploom.linear.hopper.config import WalkConfig
+from warploom.linear.hopper.log_gradients import Terms
 from warploom.linear.hopper.plan import config, configs
 from warploom.linear.problem import LinearCall
 from warploom.runtime import modules
@@ -57,6 +58,9 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         x: Tensor | None,
         dots: Tensor | None,
         totals: Tensor | None,
+        dots_k: Tensor | None,
+        totals_k: Tensor | None,
+        found: Tensor | None,
         scale: float,
     ) -> None:
         for t in (a, b, c, out):
@@ -71,8 +75,9 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
             assert states is None and fades is None
         scores = torch.einsum("bihe,bjhe->bhij", a.double(), b.double())
         first = variant["reverse"] == variant["terms"]
-        assert (logs is not None) == (variant["fading"] and not (variant["a_head"] or variant["cut"]) and first)
-        if logs is not None:
+        sums_logs = variant["fading"] and not (variant["a_head"] or variant["cut"]) and first
+        assert (logs is not None) == (sums_logs or variant["finds"])
+        if logs is not None and sums_logs:
             assert weights is not None and logs.dtype == torch.float32 and logs.shape == a.shape[:3]
             padded = torch.nn.functional.pad(logs, (0, 0, 0, weights.shape[2] - logs.shape[1]))
             weights.copy_(sums_of_logs(padded, variant["chunk"]))
@@ -103,7 +108,14 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         elif weights is not None:
             scores = scores * (weights[:, :, None] if variant["reverse"] else weights[..., None])
         out.copy_(scale * torch.einsum("bhij,bjhm->bihm", scores, c.double()))
-        assert (x is not None) == (dots is not None) == (totals is not None) == variant["terms"]
+        assert (x is not None) == variant["terms"]
+        assert (dots is not None) == (totals is not None) == (variant["terms"] or variant["finds"])
+        assert (dots_k is not None) == (totals_k is not None) == (found is not None) == variant["finds"]
+        if dots is not None and totals is not None and dots_k is not None and totals_k is not None and found is not None:
+            assert logs is not None and logs.shape == found.shape == a.shape[:3]
+            assert found.is_contiguous() and found.dtype == logs.dtype == torch.float32
+            terms = Terms(dots, totals), Terms(dots_k, totals_k)
+            found.copy_(added_up(*terms, logs, variant["chunk"], scale))
         if x is not None and dots is not None and totals is not None:
             assert x.shape == c.shape
             readable(x)
@@ -129,8 +141,8 @@ def pair(variant: WalkConfig) -> Callable[..., None]:
         totals: Tensor,
         scale: float,
     ) -> None:
-        of_keys(v, dout, q, dk, weights, None, None, None, logs, k, dots, totals, scale)
-        of_values(k, q, dout, dv, weights, None, None, None, None, None, None, None, scale)
+        of_keys(v, dout, q, dk, weights, None, None, None, logs, k, dots, totals, None, None, None, scale)
+        of_values(k, q, dout, dv, weights, *[None] * 10, scale)
 
     return call
 

@@ -38,7 +38,8 @@ def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
     seqlen, dim, dim_v = CHUNK * chunks - 1, config.head_dim, config.head_dim_v
     weights = config.weighted or config.fading
     names = ["a", "b", "c", "out", *["weights"] * weights, *["bias"] * config.biased, *["states", "fades"] * config.cut]
-    names += ["x", "dots", "totals"] * config.terms
+    names += ["logs"] * config.finds
+    names += ["x", "dots", "totals"] * config.terms + ["dots", "totals", "dots_k", "totals_k", "found"] * config.finds
     names += ["tma_a", "tma_b", "tma_c", *["tma_x"] * config.terms]
     names += [*["tma_out"] * (not config.wide), "scores", "inter", "intra", "update", "scale"]
     values: dict[str, Any] = {
@@ -51,8 +52,12 @@ def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
         "states": ((1, 1, SEGMENTS, dim_v, dim), (SEGMENTS * dim_v * dim, SEGMENTS * dim_v * dim, dim_v * dim, dim)),
         "fades": ((1, 1, SEGMENTS), (SEGMENTS, SEGMENTS)),
         "x": ((seqlen, dim_v, 1, 1), ()),
-        "dots": ((config.groups + config.meets, 1, 1, seqlen), (seqlen, seqlen, seqlen)),
+        "dots": ((config.groups + (config.meets or config.finds), 1, 1, seqlen), (seqlen, seqlen, seqlen)),
         "totals": ((config.groups, 1, 1, chunks), (chunks, chunks, chunks)),
+        "logs": ((1, seqlen, 1), (seqlen, 1, 1)),
+        "dots_k": ((config.groups, 1, 1, seqlen), (seqlen, seqlen, seqlen)),
+        "totals_k": ((config.groups, 1, 1, chunks), (chunks, chunks, chunks)),
+        "found": ((1, seqlen, 1), (seqlen, 1)),
     }
     grid = config.blocks * (SEGMENTS if config.cut else 1)
     return launch(traced, values, names, grid=grid, cluster=config.cluster)

@@ -22,7 +22,7 @@ def compile_walk(config: dict[str, Any], name: str, library: Path) -> dict[str, 
     factors = [rows(3) if present else None for present in (variant.weighted or variant.fading, variant.biased)]
     if variant.a_head:
         factors[0] = rows(1, cute.sym_int64())
-    logs = rows(3, cute.sym_int64()) if variant.sums_logs else None
+    logs = rows(3, cute.sym_int64()) if variant.sums_logs or variant.finds else None
     if variant.paired:
         tensors = [view(DTYPES[variant.dtype], 3) for _ in range(6)]
         arguments = [*tensors, factors[0], logs, rows(4), rows(4), Float32(1.0), stream()]
@@ -31,5 +31,8 @@ def compile_walk(config: dict[str, Any], name: str, library: Path) -> dict[str, 
     tensors.append(view(Float32 if variant.wide else DTYPES[variant.dtype], 3))
     before = [rows(5), rows(3)] if variant.cut else [None, None]
     terms = [view(DTYPES[variant.dtype], 3), rows(4), rows(4)] if variant.terms else [None] * 3
-    arguments = [*tensors, *factors, *before, logs, *terms, Float32(1.0), stream()]
+    if variant.finds:
+        terms = [None, rows(4), rows(4)]
+    others = [rows(4), rows(4), rows(3)] if variant.finds else [None] * 3
+    arguments = [*tensors, *factors, *before, logs, *terms, *others, Float32(1.0), stream()]
     return {**compile_kernel(Walk(variant), arguments, name, library), "shared": variant.shared_bytes}

@@ -12,7 +12,7 @@ _HERE = "linear/hopper"
 # What the compiled code is made from.
 SOURCES = (
     *(f"{_HERE}/{file}.py" for file in ("build", "config", "walk", "walk_base", "walk_pair", "walk_producer")),
-    *(f"{_HERE}/{file}.py" for file in ("walk_consumers", "walk_sums", "walk_terms")),
+    *(f"{_HERE}/{file}.py" for file in ("walk_consumers", "walk_logs", "walk_sums", "walk_terms")),
     *(f"kernels/cute/{file}.py" for file in ("arguments", "barriers", "basics", "fields")),
     *(f"kernels/cute/{file}.py" for file in ("instructions", "rings", "tiles", "wgmma")),
     "runtime/compile.py",
@@ -39,6 +39,7 @@ class WalkConfig:
     cut: bool = False  # sequences are cut into segments, which begin from the segments' own states before them
     terms: bool = False  # of one that fades also what the gradient of its logs is made of: see ``walk_terms``
     paired: bool = False  # of keys' gradients with terms, with the walk of values' gradients in step: see ``walk_pair``
+    finds: bool = False  # of values' gradients, behind walks that left terms, also the gradient of the logs: see ``walk_logs``
     chunk: int = 64  # tokens of a step
     stages: int = 3  # of the rings of a and b
     c_stages: int = 2  # of the ring of c
@@ -76,7 +77,7 @@ class WalkConfig:
         it waits for them at its end, so that what comes behind it may read what they leave. Whole sequences of one log a head
         have no launch before the first walk that would hide it.
         """
-        return (self.terms or (self.cut and self.reverse)) and (self.cut or not self.a_head)
+        return (self.terms or self.finds or (self.cut and self.reverse)) and (self.cut or not self.a_head)
 
     @property
     def in_step(self) -> int:
@@ -98,7 +99,7 @@ class WalkConfig:
         """File name and symbol."""
         parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}x{self.c_stages}"]
         parts.append(f"c{self.cluster}g{self.groups}")
-        features = ("reverse", "weighted", "biased", "wide", "fading", "a_head", "cut", "terms", "paired")
+        features = ("reverse", "weighted", "biased", "wide", "fading", "a_head", "cut", "terms", "paired", "finds")
         parts += [feature for feature in features if getattr(self, feature)]
         return "linear_walk_sm90_" + "_".join(parts)
 

@@ -112,7 +112,8 @@ def configs(
         if logs and paired:
             return forward, config(width, **kind, terms=True), config(width, reverse=True, **kind, terms=True, paired=True)
         if logs and width in TERMS:
-            return forward, config(width, **kind, terms=True), config(width, reverse=True, **kind, terms=True), reverse
+            of_keys, of_values = (config(width, reverse=True, **kind, **each) for each in ({"terms": True}, {"finds": True}))
+            return forward, config(width, **kind, terms=True), of_keys, of_values
         return forward, forward, reverse, reverse
     reverse = config(width, reverse=True, weighted=True)
     return config(width, weighted=True), config(width, wide=True), replace(reverse, biased=True), reverse

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # By q, k, v, two states that there are not, and decay; None where it does not take these addresses.
 Forward = Callable[..., tuple[Tensor, None, None, None] | None]
-_NO_TERMS = (None, None, None)  # of walks that leave none
+_NO_TERMS = (None,) * 6  # of walks that neither leave any nor find a gradient by them
 
 
 def forward(call: LinearCall, segments: int) -> tuple[Tensor, Tensor | None]:
@@ -139,7 +139,8 @@ def _backward(call: LinearCall, segments: int, paired: bool) -> Callable[..., tu
     chunk, decay_grad = config(tile).chunk, call.decay_grad
     kind = {**_fading(call), "cut": segments > 1}
     asked = {**kind, "terms": decay_grad}
-    features = asked, {**asked, "reverse": True, "paired": paired}, {**kind, "reverse": True}
+    finds = decay_grad and not paired
+    features = asked, {**asked, "reverse": True, "paired": paired}, {**kind, "reverse": True, "finds": finds}
     functions = [_function(tile, **each) for each in (features[:2] if paired else features)]
     configs = [config(tile, **each) for each in features]
     weigh = _weigh(call, segments, chunk)
@@ -157,21 +158,26 @@ def _backward(call: LinearCall, segments: int, paired: bool) -> Callable[..., tu
             if segments > 1:
                 assert weights is not None
                 before = gradient_states(q, k, v, dout, weights, segments, chunk)
+            # The first walk sums the logs, the last one finds their gradient by what the others leave.
+            given = {order[0]: logs}
             left: list[tuple[Tensor | None, ...]] = [_NO_TERMS] * 3
-            if decay_grad:
+            if decay_grad and decay is not None:
                 terms = [Terms.of(each, q) for each in configs[:2]]
-                left[:2] = (q, *terms[0]), (k, *terms[1])
+                left[:2] = (q, *terms[0], None, None, None), (k, *terms[1], None, None, None)
+                each = decay.expand(k.shape[:3])
             tensors = (dout, v, k, dq), (v, dout, q, dk), (k, q, dout, dv)
             if paired:
                 functions[1](q, k, v, dout, dk, dv, weights, logs, *terms[1], scale)
                 functions[0](*tensors[0], weights, None, *before[0], None, *left[0], scale)
+                ddecay = log_gradients(terms[0], terms[1], each, chunk, scale)
             else:
+                if decay_grad:
+                    ddecay = torch.empty(each.shape, dtype=each.dtype, device=each.device)
+                    given[2], left[2] = each, (None, *terms[0], *terms[1], ddecay)
                 for i in order:
-                    functions[i](*tensors[i], weights, None, *before[i], logs, *left[i], scale)
-                    logs = None
-            if decay_grad and decay is not None:
-                ddecay = log_gradients(terms[0], terms[1], decay.expand(k.shape[:3]), chunk, scale)
-                ddecay = ddecay.sum((0, 1)) if decay.ndim == 1 else ddecay
+                    functions[i](*tensors[i], weights, None, *before[i], given.get(i), *left[i], scale)
+            if decay is not None and decay.ndim == 1 and ddecay is not None:
+                ddecay = ddecay.sum((0, 1))
         return dq, dk, dv, ddecay
 
     return run

@@ -6,7 +6,7 @@ a chunk takes from the chunks before. Another computes the chunk's own products,
 cluster load a and b for each other.
 
 Here: the launch, shared memory and which warp does what. The loader is in ``walk_producer``, the warpgroups in
-``walk_consumers``, the kernel before it in ``walk_sums``.
+``walk_consumers``, the kernel before it in ``walk_sums``, what the loader's neighbours find in ``walk_logs``.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -27,6 +27,7 @@ from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, pr
 from warploom.linear.hopper.config import COLUMNS
 from warploom.linear.hopper.walk_base import WalkPart, WalkShared
 from warploom.linear.hopper.walk_consumers import Consumers
+from warploom.linear.hopper.walk_logs import FINDERS, Logs
 from warploom.linear.hopper.walk_producer import Producer
 from warploom.linear.hopper.walk_sums import Sums
 
@@ -35,7 +36,7 @@ REGISTERS = {1: (256, 152, 96), 2: (184, 104, 40)}
 LOADER = 0
 
 
-class Walk(Producer, Consumers, Sums):
+class Walk(Producer, Consumers, Sums, Logs):
     """The kernel of one configuration; ``__call__`` is what gets compiled."""
 
     @cute.jit
@@ -50,10 +51,13 @@ class Walk(Producer, Consumers, Sums):
         bias: cute.Tensor | None,  # (batch, heads, seqlen) fp32: taken from all products with row j of b
         states: cute.Tensor | None,  # (batch, heads, segments, head_dim_v, head_dim) fp32, of the tile: segments' own
         fades: cute.Tensor | None,  # (batch, heads, segments) fp32: sums of a segment's logs, in log2
-        logs: cute.Tensor | None,  # (batch, seqlen, heads) fp32, whose sums are written into the weights first
+        logs: cute.Tensor | None,  # (batch, seqlen, heads) fp32, whose sums are written into the weights first, or to find
         x: cute.Tensor | None,  # as out, which is its gradient: see ``walk_terms``, as of the two behind it
         dots: cute.Tensor | None,  # (groups, and one of pairs where not in reverse, batch, heads, seqlen) fp32
         totals: cute.Tensor | None,  # (groups, batch, heads, chunks) fp32
+        dots_k: cute.Tensor | None,  # to find the logs' gradient: the same of the walk of keys, those above being of queries
+        totals_k: cute.Tensor | None,
+        found: cute.Tensor | None,  # (batch, seqlen, heads) fp32: the gradient
         scale: Float32,
         stream: Any,
     ):
@@ -82,8 +86,8 @@ class Walk(Producer, Consumers, Sums):
         source, major = (IN_REGISTERS, BY_K) if const_expr(config.weighs_rows) else (IN_SHARED, BY_MN)
         update = product(self.dtype, (64, config.head_dim, 16), source, major, BY_MN)
         self.kernel(
-            a, b, c, out, weights, bias, states, fades, x, dots, totals, tma_a, tma_b, tma_c, tma_x, tma_out,
-            scores, inter, intra, update,
+            a, b, c, out, weights, bias, states, fades, logs if const_expr(config.finds) else None, x, dots, totals, dots_k,
+            totals_k, found, tma_a, tma_b, tma_c, tma_x, tma_out, scores, inter, intra, update,
             layout_ab, tile_layout(self.dtype, tile, config.stages * self.boxes, COLUMNS),
             tile_layout(self.dtype, tile, config.c_stages * config.groups, COLUMNS), box,
             tile_layout(self.dtype, tile, config.groups, COLUMNS), scale,
@@ -123,9 +127,13 @@ class Walk(Producer, Consumers, Sums):
         bias: cute.Tensor | None,
         states: cute.Tensor | None,
         fades: cute.Tensor | None,
+        logs: cute.Tensor | None,
         x: cute.Tensor | None,
         dots: cute.Tensor | None,
         totals: cute.Tensor | None,
+        dots_k: cute.Tensor | None,
+        totals_k: cute.Tensor | None,
+        found: cute.Tensor | None,
         tma_a: cute.CopyAtom,
         tma_b: cute.CopyAtom,
         tma_c: cute.CopyAtom,
@@ -155,7 +163,8 @@ class Walk(Producer, Consumers, Sums):
         self.begin_early()
         self.play(
             warp, cute.arch.block_idx()[0], shared, (a, b, c, out, x), (tma_a, tma_b, tma_c, tma_x, tma_out),
-            (mma_scores, mma_inter, mma_intra, mma_update), weights, bias, states, fades, (dots, totals), scale,
+            (mma_scores, mma_inter, mma_intra, mma_update), weights, bias, states, fades, (dots, totals),
+            (logs, (dots, totals), (dots_k, totals_k), found), scale,
         )  # fmt: skip
         meet(config.in_step)  # other blocks may still come to this one's barriers
         if const_expr(config.early and not config.first):
@@ -224,7 +233,7 @@ class Walk(Producer, Consumers, Sums):
         )
 
     @cute.jit
-    def play(self, warp, index, shared, tensors, atoms, products, weights, bias, states, fades, terms, scale):
+    def play(self, warp, index, shared, tensors, atoms, products, weights, bias, states, fades, terms, logs, scale):
         """The part of block ``index``, by each warp its own."""
         config = self.config
         a, b, c, out, x = tensors
@@ -257,6 +266,8 @@ class Walk(Producer, Consumers, Sums):
             cute.arch.setmaxregister_decrease(loader_registers)
             if warp == LOADER:
                 self.load(given, a, b, c, x, tma_a, tma_b, tma_c, tma_x)
+            elif const_expr(config.finds):
+                self.find_logs(given, warp - (4 - FINDERS), *logs, scale)
         elif warp < 4 + 4 * config.groups:
             cute.arch.setmaxregister_increase(state_registers)
             self.play_state(given, warp // 4 - 1, out, tma_out, products[1:], weights, bias, states, fades, terms, scale)

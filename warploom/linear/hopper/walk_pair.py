@@ -118,11 +118,11 @@ class Pair(Walk):
         if index % 2 == 0:
             self.play(
                 warp, index // 2, shared, (v, dout, q, dk, k), (tma_v, tma_dout, tma_q, tma_k, tma_dk), products, weights,
-                None, None, None, (dots, totals), scale,
+                None, None, None, (dots, totals), None, scale,
             )  # fmt: skip
         else:
             self.of_values.play(
                 warp, index // 2, shared, (k, q, dout, dv, None), (tma_k, tma_q, tma_dout, None, tma_dv), products, weights,
-                None, None, None, (None, None), scale,
+                None, None, None, (None, None), None, scale,
             )  # fmt: skip
         meet(2)  # the other block may still come to this one's barriers
