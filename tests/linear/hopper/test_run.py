@@ -74,20 +74,14 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         else:
             assert states is None and fades is None
         scores = torch.einsum("bihe,bjhe->bhij", a.double(), b.double())
-        first = variant["reverse"] == variant["terms"]
-        sums_logs = variant["fading"] and not (variant["a_head"] or variant["cut"]) and first
+        sums_logs = variant["fading"] and not (variant["a_head"] or variant["cut"])
         assert (logs is not None) == (sums_logs or variant["finds"])
-        if logs is not None and sums_logs:
-            assert weights is not None and logs.dtype == torch.float32 and logs.shape == a.shape[:3]
-            padded = torch.nn.functional.pad(logs, (0, 0, 0, weights.shape[2] - logs.shape[1]))
-            weights.copy_(sums_of_logs(padded, variant["chunk"]))
-        for vector, present in ((weights, variant["weighted"] or variant["fading"]), (bias, variant["biased"])):
+        assert logs is None or (logs.dtype == torch.float32 and logs.shape == a.shape[:3])
+        vectors = (weights, variant["weighted"] or (variant["fading"] and not sums_logs)), (bias, variant["biased"])
+        for vector, present in vectors:
             assert (vector is not None) == present
             if vector is not None:
-                rows = a.shape[1]
-                if variant["fading"] and not variant["cut"]:
-                    rows = -(-rows // variant["chunk"]) * variant["chunk"]
-                shape = (a.shape[2],) if variant["a_head"] else (*scores.shape[:2], rows)
+                shape = (a.shape[2],) if variant["a_head"] else scores.shape[:3]
                 assert vector.is_contiguous() and vector.dtype == torch.float32 and vector.shape == shape
         if bias is not None:
             assert variant["reverse"] and variant["weighted"]
@@ -96,9 +90,11 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         if variant["a_head"]:
             assert weights is not None
             weights = sums_of_logs(weights.expand(a.shape[:3]), variant["chunk"])
+        if sums_logs:
+            assert logs is not None
+            weights = sums_of_logs(logs, variant["chunk"])
         if variant["fading"]:
             assert weights is not None
-            weights = weights[..., : a.shape[1]]
             # Sums within chunks, of all before and of the token's own, in log2.
             ends = weights[..., variant["chunk"] - 1 :: variant["chunk"]].double().cumsum(-1)
             before = torch.nn.functional.pad(ends, (1, 0)).repeat_interleave(variant["chunk"], -1)[..., : weights.shape[2]]
@@ -112,7 +108,7 @@ def walk(spec: ModuleSpec) -> Callable[..., None]:
         assert (dots is not None) == (totals is not None) == (variant["terms"] or variant["finds"])
         assert (dots_k is not None) == (totals_k is not None) == (found is not None) == variant["finds"]
         if dots is not None and totals is not None and dots_k is not None and totals_k is not None and found is not None:
-            assert logs is not None and logs.shape == found.shape == a.shape[:3]
+            assert logs is not None and logs.shape == found.shape
             assert found.is_contiguous() and found.dtype == logs.dtype == torch.float32
             terms = Terms(dots, totals), Terms(dots_k, totals_k)
             found.copy_(added_up(*terms, logs, variant["chunk"], scale))
@@ -135,14 +131,14 @@ def pair(variant: WalkConfig) -> Callable[..., None]:
         dout: Tensor,
         dk: Tensor,
         dv: Tensor,
-        weights: Tensor,
+        weights: Tensor | None,
         logs: Tensor | None,
         dots: Tensor,
         totals: Tensor,
         scale: float,
     ) -> None:
         of_keys(v, dout, q, dk, weights, None, None, None, logs, k, dots, totals, None, None, None, scale)
-        of_values(k, q, dout, dv, weights, *[None] * 10, scale)
+        of_values(k, q, dout, dv, weights, None, None, None, logs, *[None] * 6, scale)
 
     return call
 

@@ -36,9 +36,9 @@ def walk(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
     if config.paired:
         return pair(traced, config, chunks)
     seqlen, dim, dim_v = CHUNK * chunks - 1, config.head_dim, config.head_dim_v
-    weights = config.weighted or config.fading
+    weights = config.weighted or (config.fading and not config.sums_logs)
     names = ["a", "b", "c", "out", *["weights"] * weights, *["bias"] * config.biased, *["states", "fades"] * config.cut]
-    names += ["logs"] * config.finds
+    names += ["logs"] * (config.sums_logs or config.finds)
     names += ["x", "dots", "totals"] * config.terms + ["dots", "totals", "dots_k", "totals_k", "found"] * config.finds
     names += ["tma_a", "tma_b", "tma_c", *["tma_x"] * config.terms]
     names += [*["tma_out"] * (not config.wide), "scores", "inter", "intra", "update", "scale"]
@@ -67,12 +67,13 @@ def pair(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
     """The same of two walks."""
     seqlen, dim = CHUNK * chunks - 1, config.head_dim
     tensors, gradients = ["q", "k", "v", "dout"], ["dk", "dv"]
-    names = [*tensors, *gradients, "weights", "dots", "totals", *[f"tma_{name}" for name in tensors + gradients]]
+    names = [*tensors, *gradients, "weights" if config.a_head else "logs", "dots", "totals", *[f"tma_{name}" for name in tensors + gradients]]
     names += ["scores", "inter", "intra", "update", "scale"]
     values: dict[str, Any] = {
         **dict.fromkeys(tensors, ((seqlen, dim, 1, 1), ())),
         **dict.fromkeys(gradients, ((seqlen, dim, 1, 1), (dim, dim, seqlen * dim))),
-        "weights": ((1,), (1,)) if config.a_head else ((1, 1, seqlen), (seqlen, seqlen)),
+        "weights": ((1,), (1,)),
+        "logs": ((1, seqlen, 1), (seqlen, 1, 1)),
         "dots": ((config.groups, 1, 1, seqlen), (seqlen, seqlen, seqlen)),
         "totals": ((config.groups, 1, 1, chunks), (chunks, chunks, chunks)),
     }

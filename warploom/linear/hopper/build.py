@@ -19,7 +19,8 @@ from warploom.runtime.compile import compile_kernel
 def compile_walk(config: dict[str, Any], name: str, library: Path) -> dict[str, Any]:
     """Write ``library``, which exports ``name``; returns registers, stack and shared bytes."""
     variant = WalkConfig(**config)
-    factors = [rows(3) if present else None for present in (variant.weighted or variant.fading, variant.biased)]
+    weights = variant.weighted or (variant.fading and not variant.sums_logs)
+    factors = [rows(3) if present else None for present in (weights, variant.biased)]
     if variant.a_head:
         factors[0] = rows(1, cute.sym_int64())
     logs = rows(3, cute.sym_int64()) if variant.sums_logs or variant.finds else None

@@ -34,7 +34,7 @@ class WalkConfig:
     weighted: bool = False  # weights multiply the rows of c in reverse, else those of out
     biased: bool = False  # in reverse, of a weighted walk: a bias of each j is taken from all products a_i . b_j
     wide: bool = False  # out is fp32
-    fading: bool = False  # weights are sums of logs up to each token within its chunk, in log2, which all products fade by
+    fading: bool = False  # all products fade by sums of logs up to each token within its chunk, in log2, weights of what is cut
     a_head: bool = False  # weights are one log a head, which all its tokens have, in place of sums
     cut: bool = False  # sequences are cut into segments, which begin from the segments' own states before them
     terms: bool = False  # of one that fades also what the gradient of its logs is made of: see ``walk_terms``
@@ -48,11 +48,8 @@ class WalkConfig:
 
     @property
     def sums_logs(self) -> bool:
-        """Whether a kernel before the walk sums the logs, as before the first of a pass; segments' come in sums.
-
-        A backward pass begins with the walk of keys' gradients where it leaves terms, else with that of queries'.
-        """
-        return self.fading and not (self.a_head or self.cut) and self.reverse == self.terms
+        """Whether a warp sums the logs within each chunk; segments' come in sums, which their own states need too."""
+        return self.fading and not (self.a_head or self.cut)
 
     @property
     def weighs_rows(self) -> bool:
@@ -111,10 +108,15 @@ class WalkConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of the rings of a and b, of c and of x, of a tile of scores, of out on its way, and of sums."""
+        """Shared memory of the rings of a and b, of c and of x, of a tile of scores, of out on its way, and of sums and logs."""
         boxes = self.c_stages + (self.stages if self.terms else 0)
         inputs = self.chunk * (2 * self.stages * self.head_dim + boxes * self.groups * COLUMNS)
-        return 2 * (inputs + self.chunk * (self.chunk + self.groups * COLUMNS)) + 4 * self.sums
+        return 2 * (inputs + self.chunk * (self.chunk + self.groups * COLUMNS)) + 4 * (self.sums + self.logs)
+
+    @property
+    def logs(self) -> int:
+        """Sums of logs in shared memory."""
+        return self.stages * self.chunk if self.sums_logs else 0
 
     @property
     def sums(self) -> int:

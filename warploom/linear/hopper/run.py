@@ -81,16 +81,14 @@ def _forward(call: LinearCall, segments: int) -> Forward:
 
 
 def _weigh(call: LinearCall, segments: int, chunk: int) -> Callable[..., tuple[Tensor | None, Tensor | None]]:
-    """What makes walks' weights of a decay, and the logs whose sums the first of them writes there."""
+    """What makes walks' weights of a decay, one log a head or sums of segments' logs, and the logs that they sum themselves."""
     decay = call.decay
     if decay is None or decay.ndim == 1:
         return lambda decay: (decay, None)
     if segments > 1:
         sum_logs = bind_sums(decay, chunk)
         return lambda decay: (sum_logs(decay), None)
-    batch, seqlen, heads = decay.shape
-    new_sums = allocation((batch, heads, -(-seqlen // chunk) * chunk), decay.dtype, decay.device)
-    return lambda decay: (new_sums(), decay)
+    return lambda decay: (None, decay)
 
 
 def backward(
@@ -144,8 +142,7 @@ def _backward(call: LinearCall, segments: int, paired: bool) -> Callable[..., tu
     functions = [_function(tile, **each) for each in (features[:2] if paired else features)]
     configs = [config(tile, **each) for each in features]
     weigh = _weigh(call, segments, chunk)
-    # The first sums the logs. Behind that of keys each begins where the one before ended, whose tensors L2 still has a part of.
-    order = (0, 1, 2) if configs[0].sums_logs else (1, 0, 2)
+    order = (1, 0, 2)  # each begins where the one before ended, whose tensors L2 still has a part of
 
     def run(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None
@@ -158,24 +155,23 @@ def _backward(call: LinearCall, segments: int, paired: bool) -> Callable[..., tu
             if segments > 1:
                 assert weights is not None
                 before = gradient_states(q, k, v, dout, weights, segments, chunk)
-            # The first walk sums the logs, the last one finds their gradient by what the others leave.
-            given = {order[0]: logs}
             left: list[tuple[Tensor | None, ...]] = [_NO_TERMS] * 3
+            last = logs
             if decay_grad and decay is not None:
                 terms = [Terms.of(each, q) for each in configs[:2]]
                 left[:2] = (q, *terms[0], None, None, None), (k, *terms[1], None, None, None)
-                each = decay.expand(k.shape[:3])
+                last = decay.expand(k.shape[:3])
             tensors = (dout, v, k, dq), (v, dout, q, dk), (k, q, dout, dv)
-            if paired:
+            if paired and last is not None:
                 functions[1](q, k, v, dout, dk, dv, weights, logs, *terms[1], scale)
-                functions[0](*tensors[0], weights, None, *before[0], None, *left[0], scale)
-                ddecay = log_gradients(terms[0], terms[1], each, chunk, scale)
+                functions[0](*tensors[0], weights, None, *before[0], logs, *left[0], scale)
+                ddecay = log_gradients(terms[0], terms[1], last, chunk, scale)
             else:
-                if decay_grad:
-                    ddecay = torch.empty(each.shape, dtype=each.dtype, device=each.device)
-                    given[2], left[2] = each, (None, *terms[0], *terms[1], ddecay)
+                if decay_grad and last is not None:
+                    ddecay = torch.empty(last.shape, dtype=last.dtype, device=last.device)
+                    left[2] = None, *terms[0], *terms[1], ddecay
                 for i in order:
-                    functions[i](*tensors[i], weights, None, *before[i], given.get(i), *left[i], scale)
+                    functions[i](*tensors[i], weights, None, *before[i], last if i == 2 else logs, *left[i], scale)
             if decay is not None and decay.ndim == 1 and ddecay is not None:
                 ddecay = ddecay.sum((0, 1))
         return dq, dk, dv, ddecay

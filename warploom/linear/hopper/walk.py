@@ -6,7 +6,7 @@ a chunk takes from the chunks before. Another computes the chunk's own products,
 cluster load a and b for each other.
 
 Here: the launch, shared memory and which warp does what. The loader is in ``walk_producer``, the warpgroups in
-``walk_consumers``, the kernel before it in ``walk_sums``, what the loader's neighbours find in ``walk_logs``.
+``walk_consumers``, what the loader's neighbours sum and find in ``walk_sums`` and ``walk_logs``.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -27,7 +27,7 @@ from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, pr
 from warploom.linear.hopper.config import COLUMNS
 from warploom.linear.hopper.walk_base import WalkPart, WalkShared
 from warploom.linear.hopper.walk_consumers import Consumers
-from warploom.linear.hopper.walk_logs import FINDERS, Logs
+from warploom.linear.hopper.walk_logs import FINDER, Logs
 from warploom.linear.hopper.walk_producer import Producer
 from warploom.linear.hopper.walk_sums import Sums
 
@@ -46,12 +46,13 @@ class Walk(Producer, Consumers, Sums, Logs):
         b: cute.Tensor,
         c: cute.Tensor,  # (batch, seqlen, heads, head_dim_v)
         out: cute.Tensor,
-        # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out; of a_head's logs (heads,).
+        # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out; of a_head's logs (heads,); of a decay a token
+        # of segments alone.
         weights: cute.Tensor | None,
         bias: cute.Tensor | None,  # (batch, heads, seqlen) fp32: taken from all products with row j of b
         states: cute.Tensor | None,  # (batch, heads, segments, head_dim_v, head_dim) fp32, of the tile: segments' own
         fades: cute.Tensor | None,  # (batch, heads, segments) fp32: sums of a segment's logs, in log2
-        logs: cute.Tensor | None,  # (batch, seqlen, heads) fp32, whose sums are written into the weights first, or to find
+        logs: cute.Tensor | None,  # (batch, seqlen, heads) fp32, to sum, or whose gradient is to be found
         x: cute.Tensor | None,  # as out, which is its gradient: see ``walk_terms``, as of the two behind it
         dots: cute.Tensor | None,  # (groups, and one of pairs where not in reverse, batch, heads, seqlen) fp32
         totals: cute.Tensor | None,  # (groups, batch, heads, chunks) fp32
@@ -63,8 +64,6 @@ class Walk(Producer, Consumers, Sums, Logs):
     ):
         """Lay out shared memory, describe the TMA copies and launch the blocks of each head."""
         config = self.config
-        if const_expr(config.sums_logs):
-            self.sum_logs(logs, weights, stream)
         a, b, c, out = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (a, b, c, out)]
         tile = (config.chunk, COLUMNS)
         box = tile_layout(self.dtype, tile, 1, COLUMNS)
@@ -86,8 +85,8 @@ class Walk(Producer, Consumers, Sums, Logs):
         source, major = (IN_REGISTERS, BY_K) if const_expr(config.weighs_rows) else (IN_SHARED, BY_MN)
         update = product(self.dtype, (64, config.head_dim, 16), source, major, BY_MN)
         self.kernel(
-            a, b, c, out, weights, bias, states, fades, logs if const_expr(config.finds) else None, x, dots, totals, dots_k,
-            totals_k, found, tma_a, tma_b, tma_c, tma_x, tma_out, scores, inter, intra, update,
+            a, b, c, out, weights, bias, states, fades, logs, x, dots, totals, dots_k, totals_k, found, tma_a,
+            tma_b, tma_c, tma_x, tma_out, scores, inter, intra, update,
             layout_ab, tile_layout(self.dtype, tile, config.stages * self.boxes, COLUMNS),
             tile_layout(self.dtype, tile, config.c_stages * config.groups, COLUMNS), box,
             tile_layout(self.dtype, tile, config.groups, COLUMNS), scale,
@@ -108,7 +107,12 @@ class Walk(Producer, Consumers, Sums, Logs):
                 groups = self.config.groups
                 readers = 4 * (1 + groups)  # warps
                 ring_a = shared.a_full, shared.a_empty, readers * self.config.in_step
-                init_rings(self.config.stages, ring_a, (shared.b_full, shared.b_empty, readers * self.config.cluster))
+                ring_b = shared.b_full, shared.b_empty, readers * self.config.cluster
+                if const_expr(self.config.sums_logs):  # who sums fills stages of a too
+                    init_rings(self.config.stages, ring_a, loads=2)
+                    init_rings(self.config.stages, ring_b)
+                else:
+                    init_rings(self.config.stages, ring_a, ring_b)
                 init_rings(self.config.c_stages, (shared.c_full, shared.c_empty, 4 * (groups + self.config.meets)))
                 if const_expr(self.config.terms):
                     for i in range(self.config.stages):
@@ -187,6 +191,7 @@ class Walk(Producer, Consumers, Sums, Logs):
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, (5 if config.terms else 4) * stages + 2 * config.c_stages]
+            logs: cute.struct.Align[cute.struct.MemRange[Float32, max(config.logs, 1)], 16]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ab)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ab)], 1024]
             c: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_c)], 1024]
@@ -230,6 +235,7 @@ class Walk(Producer, Consumers, Sums, Logs):
             x=x_whole,
             c_whole=c_whole,
             sums=sums,
+            logs=storage.logs.data_ptr().toint(),
         )
 
     @cute.jit
@@ -266,8 +272,11 @@ class Walk(Producer, Consumers, Sums, Logs):
             cute.arch.setmaxregister_decrease(loader_registers)
             if warp == LOADER:
                 self.load(given, a, b, c, x, tma_a, tma_b, tma_c, tma_x)
+            elif warp < FINDER:
+                if const_expr(config.sums_logs):
+                    self.sum_logs(given, logs[0])
             elif const_expr(config.finds):
-                self.find_logs(given, warp - (4 - FINDERS), *logs, scale)
+                self.find_logs(given, warp - FINDER, *logs, scale)
         elif warp < 4 + 4 * config.groups:
             cute.arch.setmaxregister_increase(state_registers)
             self.play_state(given, warp // 4 - 1, out, tma_out, products[1:], weights, bias, states, fades, terms, scale)

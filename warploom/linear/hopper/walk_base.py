@@ -36,6 +36,7 @@ class WalkShared(Fields):
     x: Any
     c_whole: Any
     sums: Any  # address
+    logs: Any  # the same, of sums of logs by stages of a
 
 
 class WalkPart(Fields):

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from warploom.kernels.cute.barriers import WalkBarrier, arrive, wait
 from warploom.kernels.cute.basics import LOG2_E, WARPGROUP
-from warploom.kernels.cute.instructions import exp2, from_bfloat16, ldmatrix_x4, pack16, store_matrices
+from warploom.kernels.cute.instructions import exp2, from_bfloat16, ldmatrix_x4, load_shared, pack16, store_matrices
 from warploom.kernels.cute.rings import advance, release, release_everywhere
 from warploom.kernels.cute.tiles import tma_views, transposed
 from warploom.kernels.cute.wgmma import gemm, words
@@ -60,23 +60,25 @@ class Consumers(Terms):
         line = warp * 16 + matrix % 2 * 8 + lane % 8
         log = self.log_of_head(given, weights)
         ahead = cute.make_rmem_tensor(2, Float32)
-        if const_expr(config.fading):
+        if const_expr(config.fading and not config.sums_logs):
             self.load_ahead(given, weights, ahead, 0, log, lane)
         stage, phase = Int32(0), Int32(0)
         for t in cutlass.range(given.chunks, unroll=1):
             token = self.chunk_at(t, given) * config.chunk + lane
             weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
-            if const_expr(config.fading):
+            if const_expr(config.fading and not config.sums_logs):
                 weight = [ahead[0], ahead[1]]
                 self.load_ahead(given, weights, ahead, t + 1, log, lane)
-            elif const_expr(config.weighs_rows):
+            elif const_expr(config.weighted):
                 weight = self.load_pair(given, weights, token)
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, token)
+            cute.arch.mbarrier_wait(shared.a_full + stage, phase)
+            if const_expr(config.sums_logs):
+                weight = self.sums_of(shared, stage, lane)
             if const_expr(config.fading):
                 half = weight[0] if warp < 2 else weight[1]
                 own_sums = [cute.arch.shuffle_sync(half, row % 32 + 8 * r) for r in range(2)]
-            cute.arch.mbarrier_wait(shared.a_full + stage, phase)
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             gemm(mma, acc, left[None, None, None, stage], right[None, None, None, stage], False)
             if const_expr(config.meets):
@@ -159,7 +161,7 @@ class Consumers(Terms):
         before.fill(0.0)
         log = self.log_of_head(given, weights)
         ahead = cute.make_rmem_tensor(2, Float32)
-        if const_expr(config.fading):
+        if const_expr(config.fading and not config.sums_logs):
             self.load_ahead(given, weights, ahead, 0, log, lane)
         stage, phase = Int32(0), Int32(0)
         c_stage, c_phase = Int32(0), Int32(0)
@@ -167,7 +169,7 @@ class Consumers(Terms):
         for t in cutlass.range(given.chunks, unroll=1):
             n = self.chunk_at(t, given)
             weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
-            if const_expr(config.fading):
+            if const_expr(config.fading and not config.sums_logs):
                 weight = [ahead[0], ahead[1]]
                 self.load_ahead(given, weights, ahead, t + 1, log, lane)
             elif const_expr(config.weighted):
@@ -175,6 +177,8 @@ class Consumers(Terms):
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, n * config.chunk + lane)
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
+            if const_expr(config.sums_logs):
+                weight = self.sums_of(shared, stage, lane)
             self.gemm_inter(mma_inter, acc, state, operands, queries[None, None, None, stage])
             if const_expr(config.fading):
                 x_tile = tiles + stage * (config.groups * config.chunk * COLUMNS)
@@ -353,6 +357,11 @@ class Consumers(Terms):
         if const_expr(self.config.a_head):
             log = held(logs[given.head]) * LOG2_E
         return log
+
+    def sums_of(self, shared: Any, stage: Any, lane: Any) -> Any:
+        """Sums of logs of this lane's token of the chunk in a stage and of the one 32 later."""
+        address = shared.logs + stage * (4 * self.config.chunk) + 4 * lane
+        return [load_shared(address, 4 * 32 * i, 1)[0] for i in range(2)]
 
     @cute.jit
     def load_ahead(self, given, vectors, pair, t, log, lane):

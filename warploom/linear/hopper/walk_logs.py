@@ -19,7 +19,9 @@ from warploom.kernels.cute.basics import WARP
 from warploom.linear.hopper.walk_base import WalkBase
 from warploom.linear.hopper.walk_terms import pick
 
-FINDERS = 3  # warps behind the loader's, each of every third chunk: a chunk waits for memory about as long as a step takes
+# Warps of the loader's warpgroup, the first one's number; each has every second chunk, which waits for memory about as long as
+# a step takes.
+FINDER, FINDERS = 2, 2
 FORGETS = -87.33654  # of a log, below it what it leaves is subnormal, which counts as nothing
 
 

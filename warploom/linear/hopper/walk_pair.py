@@ -40,7 +40,7 @@ class Pair(Walk):
         dout: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
-        weights: cute.Tensor,  # as a walk's, as what follows
+        weights: cute.Tensor | None,  # as a walk's, as what follows
         logs: cute.Tensor | None,
         dots: cute.Tensor,
         totals: cute.Tensor,
@@ -49,8 +49,6 @@ class Pair(Walk):
     ):
         """Describe the TMA copies and launch two blocks of each head."""
         config = self.config
-        if const_expr(config.sums_logs):
-            self.sum_logs(logs, weights, stream)
         q, k, v, dout, dk, dv = [
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (q, k, v, dout, dk, dv)
         ]
@@ -59,7 +57,7 @@ class Pair(Walk):
         (tma_q, q), (tma_k, k), (tma_v, v), (tma_dout, dout) = [tma_load(t, box, tile) for t in (q, k, v, dout)]
         (tma_dk, dk), (tma_dv, dv) = [tma_store(t, box, tile) for t in (dk, dv)]
         self.kernel(
-            q, k, v, dout, dk, dv, weights, dots, totals, tma_q, tma_k, tma_v, tma_dout, tma_dk, tma_dv,
+            q, k, v, dout, dk, dv, weights, logs, dots, totals, tma_q, tma_k, tma_v, tma_dout, tma_dk, tma_dv,
             product(self.dtype, (64, config.chunk, 16), IN_SHARED, BY_K, BY_K),
             product(self.dtype, (64, config.chunk, 16), IN_REGISTERS, BY_K, BY_K),
             product(self.dtype, (64, config.chunk, 16), IN_SHARED, BY_MN, BY_K),
@@ -86,7 +84,8 @@ class Pair(Walk):
         dout: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
-        weights: cute.Tensor,
+        weights: cute.Tensor | None,
+        logs: cute.Tensor | None,
         dots: cute.Tensor,
         totals: cute.Tensor,
         tma_q: cute.CopyAtom,
@@ -118,11 +117,11 @@ class Pair(Walk):
         if index % 2 == 0:
             self.play(
                 warp, index // 2, shared, (v, dout, q, dk, k), (tma_v, tma_dout, tma_q, tma_k, tma_dk), products, weights,
-                None, None, None, (dots, totals), None, scale,
+                None, None, None, (dots, totals), (logs,), scale,
             )  # fmt: skip
         else:
             self.of_values.play(
                 warp, index // 2, shared, (k, q, dout, dv, None), (tma_k, tma_q, tma_dout, None, tma_dv), products, weights,
-                None, None, None, (None, None), None, scale,
+                None, None, None, (None, None), (logs,), scale,
             )  # fmt: skip
         meet(2)  # the other block may still come to this one's barriers

@@ -1,4 +1,4 @@
-"""Sums of a decay's logs, by a kernel that the walk's module launches first. Imports the CuTe DSL."""
+"""Sums of a decay's logs within each chunk, by a warp of the loader's warpgroup. Imports the CuTe DSL."""
 
 from __future__ import annotations
 
@@ -7,50 +7,56 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Float64, const_expr
+from cutlass import Float32, Float64, Int32
 
 from warploom.kernels.cute.basics import WARP
-from warploom.kernels.cute.instructions import store_pair
+from warploom.kernels.cute.instructions import join64, split64, store_shared
+from warploom.kernels.cute.rings import advance, release
 from warploom.linear.hopper.walk_base import WalkBase
 from warploom.linear.hopper.walk_consumers import held
+from warploom.linear.hopper.walk_terms import pick
 
 
 class Sums(WalkBase):
-    """A lane has a chunk of a head."""
+    """What the warp does that sums."""
 
     @cute.jit
-    def sum_logs(self, logs: cute.Tensor, sums: cute.Tensor, stream: Any):
-        """Sums of logs (batch, seqlen, heads) up to each token within its chunk, in log2, into (batch, heads, whole chunks)."""
-        chunks = cute.ceil_div(logs.shape[1], self.config.chunk)
-        blocks = cute.ceil_div(logs.shape[2], WARP)
-        self.sums_kernel(logs, sums).launch(grid=[logs.shape[0] * chunks * blocks, 1, 1], block=[WARP, 1, 1], stream=stream)
+    def sum_logs(self, given, logs):
+        """Sums of the logs of the block's head up to each token of a chunk, in log2, into the stages of a, which they fill with it.
 
-    @cute.kernel
-    def sums_kernel(self, logs: cute.Tensor, sums: cute.Tensor):
-        if const_expr(self.config.early):
-            cute.arch.griddepcontrol_launch_dependents()
-        seqlen, heads = logs.shape[1], logs.shape[2]
-        chunks, blocks = cute.ceil_div(seqlen, self.config.chunk), cute.ceil_div(heads, WARP)
-        index = cute.arch.block_idx()[0]
-        row = index // blocks
-        head = (index - row * blocks) * WARP + cute.arch.lane_idx()
-        batch = row // chunks
-        first = (row - batch * chunks) * self.config.chunk
-        if head < heads:
-            # All loads under way at once, so none asks whether there is such a token.
-            loaded = cute.make_rmem_tensor(self.config.chunk, Float32)
-            for i in cutlass.range_constexpr(self.config.chunk):
-                loaded[i] = logs[batch, cutlass.min(first + i, seqlen - 1), head]
-            target = (sums.iterator + sums.layout((batch, head, first))).toint()
-            total = Float64(0.0)
-            for i in cutlass.range_constexpr(0, self.config.chunk, 2):
-                pair = []
-                for e in cutlass.range_constexpr(2):
-                    total = total + held(where(first + i + e < seqlen, loaded[i + e])).to(Float64)
-                    pair.append((total * math.log2(math.e)).to(Float32))
-                store_pair(target + 4 * i, pair[0], pair[1])
+        Added in fp64: differences of sums are what fades.
+        """
+        shared, config = given.shared, self.config
+        lane = cute.arch.lane_idx()
+        line = logs[given.batch, None, given.head]
+        ahead = cute.make_rmem_tensor(2, Float32)
+        self.load_logs(given, line, ahead, 0, lane)
+        stage, phase = Int32(0), Int32(1)
+        for t in cutlass.range(given.chunks, unroll=1):
+            pair = [held(ahead[i]).to(Float64) for i in range(2)]
+            self.load_logs(given, line, ahead, t + 1, lane)
+            for by in (1, 2, 4, 8, 16):
+                for i in cutlass.range_constexpr(2):
+                    other = self.from_lane(pair[i], lane - by)
+                    pair[i] = pair[i] + (other if lane >= by else Float64(0.0))
+            pair[1] = pair[1] + self.from_lane(pair[0], WARP - 1)
+            cute.arch.mbarrier_wait(shared.a_empty + stage, phase)
+            for i in cutlass.range_constexpr(2):
+                total = (pair[i] * math.log2(math.e)).to(Float32)
+                store_shared(shared.logs + stage * (4 * config.chunk) + 4 * lane, 4 * WARP * i, [total])
+            cute.arch.sync_warp()
+            release(shared.a_full + stage)
+            stage, phase = advance(stage, phase, config.stages)
 
+    @cute.jit
+    def load_logs(self, given, line, pair, t, lane):
+        """The logs of this lane's token of step ``t`` and of the one 32 later; past the sequence's end 0, which adds nothing."""
+        token = self.chunk_at(t, given) * self.config.chunk + lane
+        last = line.shape[0] - 1
+        for i in cutlass.range_constexpr(2):
+            log = line[cutlass.max(cutlass.min(token + i * WARP, last), 0)]
+            pair[i] = pick(token + i * WARP <= last, log, 0.0)
 
-@cute.jit
-def where(condition, x):
-    return x if condition else Float32(0.0)
+    def from_lane(self, x: Any, lane: Any) -> Any:
+        """Another lane's ``x``, fp64."""
+        return join64(*[cute.arch.shuffle_sync(word, lane % WARP) for word in split64(x)])
