@@ -107,7 +107,7 @@ def test_host_time_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     comparison = decay._host([q, k, v], a_head, a_token, wanted)
     assert len(called) == 2 * 3 and comparison.refused == {decay.PEER: "RuntimeError: does not compile"}
     row = compare(comparison, Once(CPU))
-    assert timed(row) == {"warploom", decay.A_HEADS} and row["contenders"]["warploom"]["error"] < 1e-5
+    assert timed(row) == {"warploom", decay.A_HEADS, decay.SDPA} and row["contenders"]["warploom"]["error"] < 1e-5
 
 
 def counted(function: Any, called: list[int]) -> Any:

@@ -124,6 +124,14 @@ def test_host_time_waits_for_the_device_before_a_call_and_not_after(monkeypatch:
     assert clock.log[2:8] == ["wait", "a", "wait", "b", "wait", "a"]
 
 
+def test_host_time_in_a_row_leaves_out_the_first_call_after_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(harness.torch.cuda, "synchronize", lambda: clock.log.append("wait"))
+    calls = {"a": clock.call("a", 0.5, 0.9, 0.01, 0.01, 0.01)}
+    assert harness.in_a_row(calls, rounds=1, row=4)["a"] == pytest.approx([900, 10, 10])
+    assert clock.log == ["wait", "a", "a", "a", "a", "wait"]
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_an_installed_package_told_the_commit_of_another_project(tmp_path: Path) -> None:
     """As in an environment within the folder of whoever uses it."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from warploom import linear_attention
 from warploom.bench import peers
-from warploom.bench.delta import backward
-from warploom.bench.harness import Call, Case, Comparison, Own, host
+from warploom.bench.delta import SDPA, backward, sdpa
+from warploom.bench.harness import Call, Case, Comparison, Own, host, in_a_row
 from warploom.bench.linear import Shape, copy_of
 from warploom.bench.recurrence import LastKeyHead, Rule, last_key_head
 
@@ -89,7 +89,8 @@ def _host(inputs: list[Tensor], a_head: Tensor, a_token: Tensor, wanted: dict[st
     contenders: dict[str, Attend] = {"warploom": _ours, **others}
     calls: dict[str, Call] = {name: partial(attend, q, k, v, a_token) for name, attend in contenders.items()}
     calls[A_HEADS] = partial(_ours, q, k, v, a_head)
-    return host(calls, wanted[A_TOKEN].check_out, refused, {A_HEADS: Own(wanted[A_HEAD].check_out)})
+    own = {A_HEADS: Own(wanted[A_HEAD].check_out), SDPA: Own(lambda _: 0.0)}
+    return host(calls | sdpa(q.device), wanted[A_TOKEN].check_out, refused, own, clock=in_a_row)
 
 
 def _ours(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:

@@ -17,13 +17,14 @@ from torch import Tensor
 from warploom import gated_delta_rule, gated_delta_step
 from warploom.bench import peers
 from warploom.bench.captured import capture
-from warploom.bench.harness import Call, Case, Comparison, Own, first_line, host
+from warploom.bench.harness import Call, Case, Comparison, Own, first_line, host, in_a_row
 from warploom.bench.linear import copy_of
 from warploom.bench.recurrence import Rule, last_key_head
 from warploom.bench.reference import FURTHEST, distance
 
 EPS = 1e-6
 RULE = "delta rule"
+SDPA = "torch's SDPA, small"
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,19 @@ def _build(shape: Shape, device: torch.device) -> Iterator[tuple[str, Comparison
     with_copy = {**calls, "copy": copy_of(read + dout.nbytes, device)}
     yield f"forward, {RULE}", Comparison(with_copy, _unless_copied(want.check_out), bytes=read + dout.nbytes, refused=refused)
     if "host" in shape.passes and device.type == "cuda":
-        yield f"host, {RULE}", host(calls, want.check_out, refused)
+        own = {SDPA: Own(lambda _: 0.0)}
+        yield f"host, {RULE}", host(calls | sdpa(device), want.check_out, refused, own, clock=in_a_row)
     if "backward" in shape.passes:
         moved = 2 * read + dout.nbytes
         calls, refused = backward(contenders, refused, inputs, dout)
         calls["copy"] = copy_of(moved, device)
         yield f"backward, {RULE}", Comparison(calls, _unless_copied(want.check_gradients), bytes=moved, refused=refused)
+
+
+def sdpa(device: torch.device) -> dict[str, Call]:
+    """A small call of torch's own attention, which says how quick a host is."""
+    q, k, v = (torch.zeros(1, 16, 512, 128, dtype=torch.bfloat16, device=device) for _ in range(3))
+    return {SDPA: partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)}
 
 
 def backward(

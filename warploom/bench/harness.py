@@ -168,12 +168,28 @@ def issue(calls: dict[str, Call], rounds: int = 7) -> dict[str, list[float]]:
     return times
 
 
+def in_a_row(calls: dict[str, Call], rounds: int = 7, row: int = 10) -> dict[str, list[float]]:
+    """The same of calls one after the other, as a model makes them, without the first, which finds the caches cold."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            call()
+            for _ in range(1, row):
+                start = time.perf_counter()
+                call()
+                times[name].append((time.perf_counter() - start) * 1e3)
+    torch.cuda.synchronize()
+    return times
+
+
 def host(
     calls: dict[str, Call],
     check: Callable[[Any], float],
     refused: dict[str, str],
     own: dict[str, Own] | None = None,
     more: dict[str, Any] | None = None,
+    clock: Clock = issue,
 ) -> Comparison:
     """What calls cost the host, once they are compiled and past the first two of their shapes."""
     calls, refused = dict(calls), dict(refused)
@@ -184,7 +200,7 @@ def host(
         except Exception as error:  # a peer may fail in any way
             refused[name] = first_line(error)
             del calls[name]
-    return Comparison(calls, check, refused=refused, own=own or {}, more=more or {}, clock=issue)
+    return Comparison(calls, check, refused=refused, own=own or {}, more=more or {}, clock=clock)
 
 
 def run_case(case: Case, timer: Timer) -> Iterator[dict[str, Any]]:

@@ -62,8 +62,8 @@ NOTES = {
         for each in PASSES
         for what in ("a head", "a token")
     },
-    ("linear", "host, decay"): "Time until a forward call returns on an idle device, with a decay a token and a head.",
-    ("linear", "host, delta rule"): "Time until a forward call returns on an idle device.",
+    ("linear", "host, decay"): "Time until a forward call returns, of calls in a row, with a decay a token and a head.",
+    ("linear", "host, delta rule"): "Time until a forward call returns, of calls in a row.",
     (
         "fp8",
         "forward",

@@ -60,7 +60,8 @@ def test_machine_code(name: str, built: Built) -> None:
     walks = (variant, variant.beside) if variant.paired else (variant,)
     assert listing.count("HGMMA") == sum((2 + w.meets + w.terms) * slices + 2 * tokens for w in walks)
     # Scores; each part of the state but the first; out; the state; what fades waits for the last part. More would mean that
-    # ptxas serialised wgmma; one that comes twice in a row is one.
-    waits = ["WARPGROUP.DEPBAR" in line for line in listing.splitlines() if ";" in line]
+    # ptxas serialised wgmma; one that comes twice, with an instruction between them at the most, is one.
+    lines = [line for line in listing.splitlines() if ";" in line]
+    waits = [i for i, line in enumerate(lines) if "WARPGROUP.DEPBAR" in line]
     expected = sum(slices // (2 if w.terms else 4) + 2 + w.fading for w in walks)
-    assert sum(now and not before for before, now in pairwise(waits)) == expected
+    assert sum(now - before > 2 for before, now in pairwise([-3, *waits])) == expected

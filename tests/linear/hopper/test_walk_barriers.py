@@ -67,7 +67,8 @@ def pair(traced: Traced, config: WalkConfig, chunks: int) -> Launch:
     """The same of two walks."""
     seqlen, dim = CHUNK * chunks - 1, config.head_dim
     tensors, gradients = ["q", "k", "v", "dout"], ["dk", "dv"]
-    names = [*tensors, *gradients, "weights" if config.a_head else "logs", "dots", "totals", *[f"tma_{name}" for name in tensors + gradients]]
+    names = [*tensors, *gradients, "weights" if config.a_head else "logs", "dots", "totals"]
+    names += [f"tma_{name}" for name in tensors + gradients]
     names += ["scores", "inter", "intra", "update", "scale"]
     values: dict[str, Any] = {
         **dict.fromkeys(tensors, ((seqlen, dim, 1, 1), ())),
@@ -103,7 +104,7 @@ def test_no_hang_and_no_race(name: str, chunks: int, built: Built) -> None:
     assert config.wide or machine.stored == (1 + config.paired) * config.blocks * config.groups * chunks
 
 
-@pytest.mark.parametrize("name", ["256", "128, a decay", "128, terms of dq", "128, terms of dk beside dv"])
+@pytest.mark.parametrize("name", ["256", "128, a decay", "128, terms of dq", "128, terms of dk beside dv", "128, dv that finds"])
 def test_each_barrier_is_needed(name: str, built: Built) -> None:
     """A barrier that lets everybody pass is noticed, each in turn.
 

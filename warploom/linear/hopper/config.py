@@ -34,7 +34,7 @@ class WalkConfig:
     weighted: bool = False  # weights multiply the rows of c in reverse, else those of out
     biased: bool = False  # in reverse, of a weighted walk: a bias of each j is taken from all products a_i . b_j
     wide: bool = False  # out is fp32
-    fading: bool = False  # all products fade by sums of logs up to each token within its chunk, in log2, weights of what is cut
+    fading: bool = False  # all products fade by sums of logs up to each token within its chunk, in log2; weights where cut
     a_head: bool = False  # weights are one log a head, which all its tokens have, in place of sums
     cut: bool = False  # sequences are cut into segments, which begin from the segments' own states before them
     terms: bool = False  # of one that fades also what the gradient of its logs is made of: see ``walk_terms``
@@ -108,7 +108,7 @@ class WalkConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of the rings of a and b, of c and of x, of a tile of scores, of out on its way, and of sums and logs."""
+        """Shared memory of the rings of a and b, of c and of x, of a tile of scores, of out on its way, of sums and of logs."""
         boxes = self.c_stages + (self.stages if self.terms else 0)
         inputs = self.chunk * (2 * self.stages * self.head_dim + boxes * self.groups * COLUMNS)
         return 2 * (inputs + self.chunk * (self.chunk + self.groups * COLUMNS)) + 4 * (self.sums + self.logs)

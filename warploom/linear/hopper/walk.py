@@ -46,8 +46,7 @@ class Walk(Producer, Consumers, Sums, Logs):
         b: cute.Tensor,
         c: cute.Tensor,  # (batch, seqlen, heads, head_dim_v)
         out: cute.Tensor,
-        # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out; of a_head's logs (heads,); of a decay a token
-        # of segments alone.
+        # (batch, heads, seqlen) fp32: of rows of c in reverse, else of rows of out; sums of segments' logs; of a_head (heads,).
         weights: cute.Tensor | None,
         bias: cute.Tensor | None,  # (batch, heads, seqlen) fp32: taken from all products with row j of b
         states: cute.Tensor | None,  # (batch, heads, segments, head_dim_v, head_dim) fp32, of the tile: segments' own

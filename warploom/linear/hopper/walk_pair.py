@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32
 from cutlass.cute.nvgpu import cpasync
 
 from warploom.kernels.cute.basics import WARPGROUP

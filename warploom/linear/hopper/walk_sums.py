@@ -22,7 +22,7 @@ class Sums(WalkBase):
 
     @cute.jit
     def sum_logs(self, given, logs):
-        """Sums of the logs of the block's head up to each token of a chunk, in log2, into the stages of a, which they fill with it.
+        """Sums of the head's logs up to each token of a chunk, in log2: a stage of a is full once they are there too.
 
         Added in fp64: differences of sums are what fades.
         """
@@ -50,7 +50,7 @@ class Sums(WalkBase):
 
     @cute.jit
     def load_logs(self, given, line, pair, t, lane):
-        """The logs of this lane's token of step ``t`` and of the one 32 later; past the sequence's end 0, which adds nothing."""
+        """The logs of this lane's token of step ``t`` and of the one 32 later; past the sequence's end 0."""
         token = self.chunk_at(t, given) * self.config.chunk + lane
         last = line.shape[0] - 1
         for i in cutlass.range_constexpr(2):
