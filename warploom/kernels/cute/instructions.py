@@ -6,7 +6,7 @@ import struct
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Float64, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -156,20 +156,6 @@ def store_pair(address: Int64, low: Float32, high: Float32, *, loc: Any = None, 
     """Two fp32 to global memory by one store."""
     values = [Int64(address).ir_value(loc=loc, ip=ip), *(Float32(x).ir_value(loc=loc, ip=ip) for x in (low, high))]
     assembly(None, values, "st.global.v2.f32 [$0], {$1, $2};", "l,f,f,~{memory}", side_effects=True)
-
-
-@dsl_user_op
-def split64(x: Float64, *, loc: Any = None, ip: Any = None) -> list[Int32]:
-    """The low and the high word of a double, which shuffles take one by one."""
-    parts = assembly(_struct(T.i32(), 2), [Float64(x).ir_value(loc=loc, ip=ip)], "mov.b64 {$0, $1}, $2;", "=r,=r,d")
-    return [Int32(llvm.extractvalue(T.i32(), parts, [i], loc=loc, ip=ip)) for i in range(2)]
-
-
-@dsl_user_op
-def join64(low: Int32, high: Int32, *, loc: Any = None, ip: Any = None) -> Float64:
-    """The double of two words."""
-    values = [Int32(word).ir_value(loc=loc, ip=ip) for word in (low, high)]
-    return Float64(assembly(T.f64(), values, "mov.b64 $0, {$1, $2};", "=d,r,r"))
 
 
 @dsl_user_op

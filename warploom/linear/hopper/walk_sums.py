@@ -8,13 +8,30 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 from warploom.kernels.cute.basics import WARP
-from warploom.kernels.cute.instructions import join64, split64, store_shared
+from warploom.kernels.cute.instructions import assembly, store_shared
 from warploom.kernels.cute.rings import advance, release
 from warploom.linear.hopper.walk_base import WalkBase
 from warploom.linear.hopper.walk_consumers import held
 from warploom.linear.hopper.walk_terms import pick
+
+
+@dsl_user_op
+def split(x: Float64, *, loc: Any = None, ip: Any = None) -> list[Int32]:
+    """The low and the high word of a double, which shuffles take one by one."""
+    both = llvm.StructType.get_literal([T.i32(), T.i32()])
+    parts = assembly(both, [Float64(x).ir_value(loc=loc, ip=ip)], "mov.b64 {$0, $1}, $2;", "=r,=r,d")
+    return [Int32(llvm.extractvalue(T.i32(), parts, [i], loc=loc, ip=ip)) for i in range(2)]
+
+
+@dsl_user_op
+def joined(low: Int32, high: Int32, *, loc: Any = None, ip: Any = None) -> Float64:
+    """The double of two words."""
+    values = [Int32(word).ir_value(loc=loc, ip=ip) for word in (low, high)]
+    return Float64(assembly(T.f64(), values, "mov.b64 $0, {$1, $2};", "=d,r,r"))
 
 
 class Sums(WalkBase):
@@ -59,4 +76,4 @@ class Sums(WalkBase):
 
     def from_lane(self, x: Any, lane: Any) -> Any:
         """Another lane's ``x``, fp64."""
-        return join64(*[cute.arch.shuffle_sync(word, lane % WARP) for word in split64(x)])
+        return joined(*[cute.arch.shuffle_sync(word, lane % WARP) for word in split(x)])
