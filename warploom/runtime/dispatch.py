@@ -139,9 +139,7 @@ def bind(key: Any, make: Callable[[], Callable[..., Any] | None]) -> None:
     _keep(_bound, key, make() if key in _bound else None)
 
 
-def recent(place: Any) -> Any:
-    """What ``remember`` kept for the place, if nothing has changed launchers since."""
-    return _recent.get(place)
+recent = _recent.get  # what ``remember`` kept for a place, if nothing has changed launchers since; asked at every call
 
 
 def remember(place: Any, call: Any) -> None:
