@@ -215,9 +215,11 @@ BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     **{("linear", f"{each}, decay a head"): _decay(1.1) for each in ("forward", "backward")},
     **{("linear", f"{each}, decay a token"): _decay(1.25) for each in ("forward", "backward")},
     ("linear", "host, decay"): _host,
+    ("linear", "host in a row, decay"): _host,
     ("fp8", "forward"): _fp8,
     ("linear", "forward, delta rule"): _delta({"B1 H16/64 L32768 D128": 1.25, "B4 H16/64 L8192 D128": 0.85}, 2.5),
     ("linear", "backward, delta rule"): _delta({"B1 H16/32 L8192 D128": 0.65, "B1 H16/32 L32768 D128": 2.1}),
     ("linear", "host, delta rule"): _host,
+    ("linear", "host in a row, delta rule"): _host,
     ("linear", "graph, delta rule"): _linear_step,
 }

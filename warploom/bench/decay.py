@@ -57,7 +57,7 @@ def _build(shape: dict[str, int], timed_on_host: bool, device: torch.device) -> 
         others, refused = fla(**given)
         yield from _passes(kind, contenders | others, refused, inputs, dout, want, plain)
     if timed_on_host and device.type == "cuda":
-        yield "host, decay", _host([q, k, v], a_head, a_token, wanted)
+        yield "host in a row, decay", _host([q, k, v], a_head, a_token, wanted)
 
 
 def _passes(

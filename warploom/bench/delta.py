@@ -97,7 +97,7 @@ def _build(shape: Shape, device: torch.device) -> Iterator[tuple[str, Comparison
     yield f"forward, {RULE}", Comparison(with_copy, _unless_copied(want.check_out), bytes=read + dout.nbytes, refused=refused)
     if "host" in shape.passes and device.type == "cuda":
         own = {SDPA: Own(lambda _: 0.0)}
-        yield f"host, {RULE}", host(calls | sdpa(device), want.check_out, refused, own, clock=in_a_row)
+        yield f"host in a row, {RULE}", host(calls | sdpa(device), want.check_out, refused, own, clock=in_a_row)
     if "backward" in shape.passes:
         moved = 2 * read + dout.nbytes
         calls, refused = backward(contenders, refused, inputs, dout)

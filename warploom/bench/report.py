@@ -47,8 +47,10 @@ MEASURES = {
     ("bias", "encoder step"): "A step of an encoder",
     ("linear", "graph"): "A step, replayed from a graph",
     ("linear", "host, decay"): "Host time of a call, decay",
+    ("linear", "host in a row, decay"): "Host time of a call, decay",
     ("linear", "graph, delta rule"): "A step of the delta rule, replayed from a graph",
     ("linear", "host, delta rule"): "Host time of a call, delta rule",
+    ("linear", "host in a row, delta rule"): "Host time of a call, delta rule",
 }
 NOTES = {
     (
@@ -62,8 +64,10 @@ NOTES = {
         for each in PASSES
         for what in ("a head", "a token")
     },
-    ("linear", "host, decay"): "Time until a forward call returns, of calls in a row, with a decay a token and a head.",
-    ("linear", "host, delta rule"): "Time until a forward call returns, of calls in a row.",
+    ("linear", "host, decay"): "Time until a forward call returns on an idle device, with a decay a token and a head.",
+    ("linear", "host, delta rule"): "Time until a forward call returns on an idle device.",
+    ("linear", "host in a row, decay"): "Time until a forward call returns, of calls in a row, with a decay a token and a head.",
+    ("linear", "host in a row, delta rule"): "Time until a forward call returns, of calls in a row.",
     (
         "fp8",
         "forward",
