@@ -66,8 +66,8 @@ NOTES = {
     },
     ("linear", "host, decay"): "Time until a forward call returns on an idle device, with a decay a token and a head.",
     ("linear", "host, delta rule"): "Time until a forward call returns on an idle device.",
-    ("linear", "host in a row, decay"): "Time until a forward call returns, of calls in a row, with a decay a token and a head.",
-    ("linear", "host in a row, delta rule"): "Time until a forward call returns, of calls in a row.",
+    ("linear", "host in a row, decay"): "Time until one of many forward calls returns, with a decay a token and a head.",
+    ("linear", "host in a row, delta rule"): "Time until one of many forward calls returns.",
     (
         "fp8",
         "forward",

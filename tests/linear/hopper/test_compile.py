@@ -26,6 +26,7 @@ CORE = {
     "128, a decay": config(128, fading=True),
     "128, a decay a head": config(128, reverse=True, fading=True, a_head=True),
     "128, terms of dq": config(128, fading=True, terms=True),
+    "128, terms of dq in halves": config(128, halves=True, fading=True, terms=True),
     "128, terms of dk": config(128, reverse=True, fading=True, terms=True),
     "128, terms of dk beside dv": config(128, reverse=True, fading=True, terms=True, paired=True),
     "128, terms of dk beside dv, a head": config(128, reverse=True, fading=True, a_head=True, terms=True, paired=True),

@@ -199,7 +199,7 @@ def test_dispatch_can_be_traced(machine: None, monkeypatch: pytest.MonkeyPatch, 
 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
-    assert len(set(names)) == len(names) == 52
+    assert len(set(names)) == len(names) == 54
     assert names[0] == "linear_walk_sm90_bfloat16_d64_v64_64s4x4_c1g1_fading"
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}

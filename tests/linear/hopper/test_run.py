@@ -145,9 +145,10 @@ def pair(variant: WalkConfig) -> Callable[..., None]:
 
 def leave_terms(variant: dict[str, Any], scores: Tensor, x: Tensor, c: Tensor, dots: Tensor, totals: Tensor) -> None:
     """What the gradient of the logs is made of, by its definition."""
-    chunk, groups, seqlen = variant["chunk"], variant["groups"], x.shape[1]
+    config = WalkConfig(**variant)
+    chunk, groups, seqlen = config.chunk, config.parts, x.shape[1]
     batch, heads, chunks = x.shape[0], x.shape[2], -(-seqlen // chunk)
-    pairs = not variant["reverse"]
+    pairs = config.meets * config.blocks
     assert dots.shape == (groups + pairs, batch, heads, seqlen) and totals.shape == (groups, batch, heads, chunks)
     assert all(t.is_contiguous() and t.dtype == torch.float32 for t in (dots, totals))
     at = torch.arange(seqlen) // chunk
@@ -158,7 +159,7 @@ def leave_terms(variant: dict[str, Any], scores: Tensor, x: Tensor, c: Tensor, d
     totals.copy_(torch.nn.functional.pad(dots[:groups], (0, -seqlen % chunk)).unflatten(-1, (chunks, chunk)).sum(-1))
     if pairs:
         met = (scores * torch.einsum("bihm,bjhm->bhij", x, c) * together).tril(-1)
-        dots[groups] = met.sum(-1) - met.sum(-2)
+        dots[groups:] = (met.sum(-1) - met.sum(-2)) / pairs
 
 
 def mapped(x: Tensor, name: str) -> Tensor:

@@ -16,15 +16,16 @@ CHUNK = 64
 SHAPES = [(1, 1, 1), (150, 3, 2), (8 * CHUNK, 5, 2), (131 * CHUNK + 5, 1, 1)]
 
 
-@pytest.mark.parametrize("width", TERMS)
+@pytest.mark.parametrize(("width", "halves"), [*[(width, False) for width in TERMS], (128, True)])
 @pytest.mark.parametrize(("seqlen", "heads", "batch"), SHAPES)
-def test_log_gradients(seqlen: int, heads: int, batch: int, width: int) -> None:
+def test_log_gradients(seqlen: int, heads: int, batch: int, width: int, halves: bool) -> None:
     """Of strided logs, some of which forget."""
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     torch.manual_seed(seed)
     like = torch.empty(batch, seqlen, heads, width)
-    queries, keys = (Terms.of(config(width, fading=True, terms=True, reverse=reverse), like) for reverse in (False, True))
+    queries = Terms.of(config(width, halves=halves, fading=True, terms=True), like)
+    keys = Terms.of(config(width, fading=True, terms=True, reverse=True), like)
     for t in (*queries, *keys):
         t.normal_()
     logs = -torch.rand(batch, heads, seqlen).mT

@@ -92,6 +92,11 @@ class WalkConfig:
         return self.head_dim_v // (self.groups * COLUMNS)
 
     @property
+    def parts(self) -> int:
+        """Of ``terms``: warpgroups of a head, each of which leaves its own."""
+        return self.blocks * self.groups
+
+    @property
     def name(self) -> str:
         """File name and symbol."""
         parts = [self.dtype, f"d{self.head_dim}", f"v{self.head_dim_v}", f"{self.chunk}s{self.stages}x{self.c_stages}"]

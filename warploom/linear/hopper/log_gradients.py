@@ -23,16 +23,16 @@ _TILE = {"HEADS": 4, "LATER": 128, "num_warps": 2}
 class Terms(NamedTuple):
     """Room for what a walk leaves, in fp32."""
 
-    dots: Tensor  # (warpgroups, and one of pairs where not in reverse, batch, heads, seqlen)
+    dots: Tensor  # (warpgroups, and of pairs where not in reverse one of each block, batch, heads, seqlen)
     totals: Tensor  # (warpgroups, batch, heads, chunks)
 
     @classmethod
     def of(cls, config: WalkConfig, like: Tensor) -> Terms:
         """Of ``like`` (batch, seqlen, heads, ·)."""
         batch, seqlen, heads, _ = like.shape
-        parts = config.groups + config.meets
+        parts = config.parts + config.meets * config.blocks
         dots = torch.empty(parts, batch, heads, seqlen, dtype=torch.float32, device=like.device)
-        return cls(dots, dots.new_empty(config.groups, batch, heads, -(-seqlen // config.chunk)))
+        return cls(dots, dots.new_empty(config.parts, batch, heads, -(-seqlen // config.chunk)))
 
 
 def log_gradients(queries: Terms, keys: Terms, decay: Tensor, chunk: int, scale: float) -> Tensor:
@@ -40,15 +40,16 @@ def log_gradients(queries: Terms, keys: Terms, decay: Tensor, chunk: int, scale:
     batch, seqlen, heads = decay.shape
     found = torch.empty(batch, seqlen, heads, dtype=torch.float32, device=decay.device)
     programs = batch * -(-seqlen // chunk) * -(-heads // _TILE["HEADS"])
-    launch = _launch(chunk, keys.dots.shape[0], max(decay.stride()) < 2**31, decay.is_cuda)
+    groups = keys.dots.shape[0]
+    launch = _launch(chunk, groups, queries.dots.shape[0] - groups, max(decay.stride()) < 2**31, decay.is_cuda)
     launch((programs, 1), *queries, *keys, decay, found, *decay.stride(), seqlen, heads, batch, scale)
     return found
 
 
 @cache
-def _launch(chunk: int, groups: int, direct: bool, early: bool) -> Launch:
+def _launch(chunk: int, groups: int, pairs: int, direct: bool, early: bool) -> Launch:
     """``early``: it may begin before the walk before it ends, and waits for it."""
-    constants = {"C": chunk, "GROUPS": groups, "PDL": early, **_TILE, **({"launch_pdl": True} if early else {})}
+    constants = {"C": chunk, "GROUPS": groups, "PAIRS": pairs, "PDL": early, **_TILE, **({"launch_pdl": True} if early else {})}
     return Launch(log_gradients_kernel, constants, direct=direct)
 
 
@@ -83,6 +84,7 @@ def log_gradients_kernel(
     scale,
     C: tl.constexpr,
     GROUPS: tl.constexpr,
+    PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
     LATER: tl.constexpr,
     PDL: tl.constexpr,
@@ -112,7 +114,7 @@ def log_gradients_kernel(
     tokens = (chunk * C + tl.arange(0, C))[None, :]
     at, inside = row * seqlen + tokens, there & (tokens < seqlen)
     asked = _sum_of_groups(dots_q_ptr, at, inside, lines * seqlen, GROUPS)
-    asked += tl.load(dots_q_ptr + GROUPS * lines * seqlen + at, mask=inside, other=0.0)
+    asked += _sum_of_groups(dots_q_ptr + GROUPS * lines * seqlen, at, inside, lines * seqlen, PAIRS)
     written = _sum_of_groups(dots_k_ptr, at, inside, lines * seqlen, GROUPS)
     found = tl.cumsum(asked, 1, reverse=True) + (tl.cumsum(written, 1) - written) + passes
     logs = decay_ptr + batch * stride_b + tokens.to(tl.int64) * stride_s + head.to(tl.int64)[:, None] * stride_h

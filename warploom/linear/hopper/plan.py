@@ -25,6 +25,8 @@ TERMS: dict[int, dict[str, Any]] = {64: {}, 128: {"stages": 3, "c_stages": 3}}
 # Of them those whose walks of dk and dv run side by side where both find room at once: 64 heads of 4096 tokens on an H200, of
 # one log a token, 344 us for 436; 128 heads of 2048 and of 8192 271 and 996 for 268 and 973.
 PAIRED = frozenset({128})
+# There the walk of dq has two blocks a head too, each with half of the columns.
+HALVES: dict[str, Any] = {"stages": 4, "c_stages": 4, "cluster": 2, "groups": 1}
 # Of the larger head dim: with a denominator, without one, and with a decay; and of the smaller one. Below, Triton holds the
 # whole state. 8 × 16 heads of 2048 tokens on an H200: 128 dims 67 us, Triton 78; 64 dims 35 and 36, with a decay 35 and 44, as
 # it costs Triton's chain of products a passage of the keys through registers and shared memory, the walks nothing that waits.
@@ -84,9 +86,9 @@ def blocks(head_dim: int, head_dim_v: int) -> int:
 
 
 @cache
-def config(width: int, **features: bool) -> WalkConfig:
-    """The variant of a tile, with features by the names that WalkConfig has for them."""
-    tile = {**TILES[width], **(TERMS[width] if features.get("terms") else {})}
+def config(width: int, *, halves: bool = False, **features: bool) -> WalkConfig:
+    """The variant of a tile, with features by the names that WalkConfig has for them; in ``halves`` as HALVES has it."""
+    tile = {**TILES[width], **(TERMS[width] if features.get("terms") else {}), **(HALVES if halves else {})}
     return replace(WalkConfig("bfloat16", width, width, **features), **tile)
 
 
@@ -110,7 +112,8 @@ def configs(
         kind = {"fading": fading, "a_head": a_head, "cut": cut}
         forward, reverse = config(width, **kind), config(width, reverse=True, **kind)
         if logs and paired:
-            return forward, config(width, **kind, terms=True), config(width, reverse=True, **kind, terms=True, paired=True)
+            of_keys = config(width, reverse=True, **kind, terms=True, paired=True)
+            return forward, config(width, halves=True, **kind, terms=True), of_keys
         if logs and width in TERMS:
             of_keys, of_values = (config(width, reverse=True, **kind, **each) for each in ({"terms": True}, {"finds": True}))
             return forward, config(width, **kind, terms=True), of_keys, of_values

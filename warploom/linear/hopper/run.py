@@ -138,7 +138,8 @@ def _backward(call: LinearCall, segments: int, paired: bool) -> Callable[..., tu
     kind = {**_fading(call), "cut": segments > 1}
     asked = {**kind, "terms": decay_grad}
     finds = decay_grad and not paired
-    features = asked, {**asked, "reverse": True, "paired": paired}, {**kind, "reverse": True, "finds": finds}
+    of_keys = {**asked, "reverse": True, "paired": paired}
+    features = {**asked, "halves": paired}, of_keys, {**kind, "reverse": True, "finds": finds}
     functions = [_function(tile, **each) for each in (features[:2] if paired else features)]
     configs = [config(tile, **each) for each in features]
     weigh = _weigh(call, segments, chunk)

@@ -201,14 +201,15 @@ class Walk(Producer, Consumers, Sums, Logs):
         storage = allocator.allocate(Storage)
         boxes_x, x_start, x_whole, c_whole, sums = None, None, None, None, None
         if const_expr(config.terms):
+            columns = tile_layout(self.dtype, (config.chunk, config.groups * COLUMNS), stages, COLUMNS)  # a block's own
 
             @cute.struct
             class More:
-                x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_ab)], 1024]
+                x: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(columns)], 1024]
                 sums: cute.struct.Align[cute.struct.MemRange[Float32, config.sums], 16]
 
             more = allocator.allocate(More)
-            boxes_x, x_whole, c_whole = placed(more.x, layout_boxes), placed(more.x, layout_ab), placed(storage.c, layout_ab)
+            boxes_x, x_whole, c_whole = placed(more.x, layout_c), placed(more.x, columns), placed(storage.c, columns)
             x_start, sums = more.x.data_ptr(), more.sums.data_ptr().toint()
         barriers = Mbarriers(storage.barriers.data_ptr())
         return WalkShared(

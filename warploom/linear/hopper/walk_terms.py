@@ -88,10 +88,10 @@ class Terms(WalkBase):
             for e in cutlass.range_constexpr(2):
                 token = n * self.config.chunk + 2 * lane + e
                 if token < dots.shape[3]:
-                    dots[group, given.batch, given.head, token] = found[e]
+                    dots[given.block + group, given.batch, given.head, token] = found[e]
             total = cute.arch.warp_reduction_sum(found[0] + found[1])
             if lane == 0:
-                totals[group, given.batch, given.head, n] = total
+                totals[given.block + group, given.batch, given.head, n] = total
 
     # Scores
 
@@ -123,4 +123,5 @@ class Terms(WalkBase):
             (own,) = load_shared(address, OWN * 4, 1)
             token = self.chunk_at(t, given) * self.config.chunk + row
             if token < dots.shape[3]:
-                dots[self.config.groups, given.batch, given.head, token] = own - ((keys[0] + keys[1]) + (keys[2] + keys[3]))
+                part = self.config.parts + given.block // self.config.groups
+                dots[part, given.batch, given.head, token] = own - ((keys[0] + keys[1]) + (keys[2] + keys[3]))
