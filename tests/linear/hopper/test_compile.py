@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from tests.compiled import Built, machine_code
+from warploom.linear.hopper.config import COLUMNS
 from warploom.linear.hopper.plan import config
 from warploom.runtime import modules
 
@@ -57,9 +58,10 @@ def test_machine_code(name: str, built: Built) -> None:
     listing = machine_code(cubin)
     assert "UTMALDG" in listing and not re.search(r"\b(LDL|STL)\b", listing)
     slices, tokens = variant.head_dim // 16, variant.chunk // 16
-    # Of pairs a second product; of terms the state in two numbers.
+    # Of pairs a second product, of a block's own columns; of terms the state in two numbers.
     walks = (variant, variant.beside) if variant.paired else (variant,)
-    assert listing.count("HGMMA") == sum((2 + w.meets + w.terms) * slices + 2 * tokens for w in walks)
+    own = variant.groups * COLUMNS // 16
+    assert listing.count("HGMMA") == sum((2 + w.terms) * slices + w.meets * own + 2 * tokens for w in walks)
     # Scores; each part of the state but the first; out; the state; what fades waits for the last part. More would mean that
     # ptxas serialised wgmma; one that comes twice, with an instruction between them at the most, is one.
     lines = [line for line in listing.splitlines() if ";" in line]
