@@ -62,6 +62,8 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     if variant.columns:
         columns = [*column_mask()]
     added = distances(variant.bias_grad) if variant.bias == "distance" else _BIASES[variant.bias]()
+    if variant.reaches:
+        added = slopes(reaches=True)
     given = [*packed, *columns, dropout() if variant.dropout else None, added]
     arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *given, *scalars]
     kernel = (PairBackward if variant.pair else RolesBackward if variant.roles else HopperBackward)(variant)

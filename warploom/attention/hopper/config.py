@@ -31,8 +31,9 @@ _PARTS = "base", "bias", "distances", "columns", "deal", "dropout", "rows", "pro
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
+    f"{_HERE}/near.py",
     *(f"kernels/cute/{file}.py" for file in ("bias", "columns", "distances", "memory", "row_tiles")),
-    "kernels/distances.py",
+    *(f"kernels/{file}.py" for file in ("distances", "reach")),
     *(f"{_HERE}/{file}.py" for file in _BACKWARD),
 )
 
@@ -286,6 +287,12 @@ class BackwardConfig:
         k = self.head_dim if self.tile_m == 128 else self.head_dim // 2
         q, v = box_columns(self.head_dim), box_columns(self.head_dim_v)
         return q, box_columns(k), v, v
+
+    @property
+    def reaches(self) -> bool:
+        """As of the forward; not where key blocks queue, or where gradients that nobody looked at may not be finite."""
+        alone = not (self.left or self.varlen or self.softcap or self.deterministic or self.dlse)
+        return self.bias == "alibi" and alone
 
     @property
     def partial_floats(self) -> int:

@@ -13,7 +13,7 @@ from warploom.attention import philox
 from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import documents
-from warploom.attention.hopper.config import ForwardConfig
+from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.plan import (
     LONG,
     SPLIT_COST,
@@ -207,7 +207,7 @@ def added(args: AttentionArgs, beyond: int = 0, gradient: Tensor | None = None) 
 
 
 def reaching(
-    variant: ForwardConfig, bias: tuple[Tensor | int, ...] | None, q: Tensor, k: Tensor, right: int | None
+    variant: ForwardConfig | BackwardConfig, bias: tuple[Tensor | int, ...] | None, q: Tensor, k: Tensor, right: int | None
 ) -> Callable[[], tuple[Tensor | int, ...] | None]:
     """What makes of a bias what a module takes of it: ALiBi's with room for norms, and whether they are to be measured.
 
