@@ -49,13 +49,9 @@ class Producer(Lists, Near):
         turn, head = Int32(0), Int32(0)
         while head >= 0:
             if const_expr(self.config.right and not self.config.left):
-                twist = (m_blocks + 1) // 2 if const_expr(self.config.reaches) else 1
-                m_block, head = schedule.paired(turn, block, blocks, m_blocks, heads, pair_heads, choose, twist)
+                m_block, head = schedule.paired(turn, block, blocks, m_blocks, heads, pair_heads, choose)
             else:
-                along = block
-                if const_expr(self.config.reaches):  # heads differ: a block gets another one each round, as by ``twist``
-                    along = (block + turn * m_blocks) % blocks
-                m_block, head = schedule.in_order(turn, along, blocks, m_blocks, choose)
+                m_block, head = schedule.in_order(turn, block, blocks, m_blocks, choose)
             slot, piece_first, piece_end = Int32(-1), Int32(0), Int32(0)
             if const_expr(self.config.split):
                 rounds = choose(split > 0, (m_blocks * heads - split) // blocks, 1 << 30)

@@ -130,7 +130,7 @@ class Near:
         first, whole_first, whole_end, end = tiles
         (key, past), (seqlen_k, shift) = block, lengths
         if past - 1 + keys < seqlen_k - 1:
-            end = cutlass.max(cutlass.min(end, (past - 1 + keys - shift) // self.tile_m + 1), first)
+            end = cutlass.max(cutlass.min(end, cute.ceil_div(cutlass.max(past + keys - shift, 0), self.tile_m)), first)
         if const_expr(not self.config.right):  # noqa: SIM102
             if key > keys:
                 first = cutlass.min(cutlass.max(first, cutlass.max(key - keys - shift, 0) // self.tile_m), end)

@@ -116,9 +116,7 @@ def cut_last(first: Any, each: Any, share: Any, block: Any) -> Any:
     return block + (each - first - 1) // share
 
 
-def paired(
-    turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_heads: Any, choose: Any, twist: Any = 1
-) -> tuple[Any, Any]:
+def paired(turn: Any, block: Any, blocks: Any, m_blocks: Any, heads: Any, pair_heads: Any, choose: Any) -> tuple[Any, Any]:
     """(m_block, head) of a block's ``turn``-th tile when later rows see more keys (causal).
 
     The first ``pair_heads`` heads go as pairs of one long and one short tile, all pairs alike, head after head, so that
@@ -131,10 +129,9 @@ def paired(
     extra = choose(block < rest, 1, 0)
     own = 2 * (pairs // blocks + extra)
 
-    # Rounds are turned by one, or by ``twist``: else a block could always get the same pair of a head, and not all cost quite
-    # the same.
+    # Rounds are turned by one: else a block could always get the same pair of a head, and not all cost quite the same.
     lap = turn // 2
-    pair = lap * blocks + choose(lap < pairs // blocks, (block + lap * twist) % blocks, block)
+    pair = lap * blocks + choose(lap < pairs // blocks, (block + lap) % blocks, block)
     head = pair // per_head
     short = pair - head * per_head
     other = choose(2 * short == m_blocks - 1, NOTHING, short)
