@@ -10,6 +10,8 @@ Imports the CuTe DSL; only what compiles kernels imports this module.
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -27,6 +29,11 @@ IN_FLIGHT = 4  # rows that a group of lanes has asked for
 
 class Near:
     """The kernel before, and what a scheduler warp makes of its norms."""
+
+    config: Any
+    dtype: Any
+    tile_m: int
+    tile_n: int
 
     @cute.jit
     def launch_measure(self, q, k, v, dout, bias, stream):
