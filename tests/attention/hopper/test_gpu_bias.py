@@ -14,6 +14,7 @@ from tests.attention.biased import check, check_frozen
 from tests.attention.harness import Call
 from tests.attention.measured import check_largest
 from warploom.attention import hopper
+from warploom.attention.hopper import run
 from warploom.bias import ALiBi, Relative
 
 MISSING = hopper.BACKEND.available()
@@ -77,6 +78,38 @@ def test_long_calls_of_slopes_of_any_sign(deterministic: bool, head_dim: int) ->
         assert not deterministic or all(torch.equal(a, b) for a, b in zip(found[-1][1:], again, strict=True))
     for a, b in zip(*found, strict=True):
         assert (a - b).float().norm() <= 8e-3 * b.float().norm()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(1300, 1300), (500, 1700), (1700, 500)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_too_far_away_to_count(
+    head_dim: int, lengths: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is missing of out and gradients; what is not finite, however far away, comes through."""
+    monkeypatch.setattr(run, "REACH", 1)
+    seqlen_q, seqlen_k = lengths
+    shapes = (seqlen_q, 8), (seqlen_k, 4), (seqlen_k, 4)
+    leaves = [torch.randn(2, n, h, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n, h in shapes]
+    slopes = torch.tensor([3.0, 0.7, 10.0, -0.2, 0.5, 1.0, 0.3, 0.0], device="cuda")
+    dout = torch.randn(2, seqlen_q, 8, head_dim, device="cuda", dtype=torch.bfloat16)
+
+    def passes(backend: str, dout: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+        out = warploom.attention(*leaves, bias=ALiBi(slopes), causal=causal, backend=backend)
+        return [out, *torch.autograd.grad(out, leaves, dout)]
+
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    for found, want in zip(passes("hopper", dout, *leaves), passes("reference", dout.double(), *wide), strict=True):
+        assert (found - want).norm() <= 8e-3 * want.norm()
+    for place in range(3):  # the first key, its value, the last query's dO: of a head whose slope leaves out most
+        given = [*leaves, dout]
+        spoilt = given[place + 1].detach().clone()
+        spoilt[0, 0 if place < 2 else -1, 0, 5] = float("nan")
+        given[place + 1] = spoilt.requires_grad_(place < 2)
+        *tensors, gradient = given
+        out, _, dk, _ = passes("hopper", gradient, *tensors)
+        seeing = slice(max(seqlen_q - seqlen_k, 0), None)
+        assert out[0, seeing, 0].isnan().any(-1).all() if place < 2 else dk[0, 0, 0].isnan().all()
 
 
 def test_packed() -> None:

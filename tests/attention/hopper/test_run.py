@@ -6,6 +6,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +25,10 @@ from warploom.attention.bounds import BLOCK
 from warploom.attention.hopper import plan, run, run_backward
 from warploom.attention.hopper.config import CUT_WORDS, ForwardConfig
 from warploom.attention.hopper.plan import named_set
+from warploom.attention.hopper.run import REACH
 from warploom.attention.problem import AttentionArgs
 from warploom.kernels.distances import head_length
+from warploom.kernels.reach import PARTS
 from warploom.masks import ColumnMask, Full, Mask, ResolvedMask
 from warploom.masks.tiles import column_bounds
 from warploom.runtime import dispatch, modules
@@ -120,11 +123,14 @@ def attended(args: AttentionArgs, bias: tuple[Any, ...] | None) -> tuple[Tensor,
 
 def biased(bias: tuple[Any, ...]) -> dict[str, Any]:
     """What a call has of slopes and their origin, or of a table, which comes with room to be spread out."""
-    values, *room, origin = bias
+    values, *rest = bias
     assert values.ndim == 2 and values.is_contiguous() and values.dtype == torch.float32
-    if room:
-        assert room[0].dtype == torch.float32 and room[0].shape == (values.shape[0] * head_length(values.shape[1]),)
-    return {"bias": values, "bias_kind": "distance" if room else "alibi", "bias_origin": origin}
+    if isinstance(rest[0], Tensor):
+        assert rest[0].dtype == torch.float32 and rest[0].shape == (values.shape[0] * head_length(values.shape[1]),)
+        return {"bias": values, "bias_kind": "distance", "bias_origin": rest[1]}
+    if len(rest) > 1:
+        assert rest[1].dtype == torch.float32 and rest[2] == 0  # room for norms, which so few keys do not need
+    return {"bias": values, "bias_kind": "alibi", "bias_origin": rest[0]}
 
 
 def told(dropout: tuple[Any, ...]) -> tuple[Tensor, float, int]:
@@ -366,6 +372,23 @@ def test_distances_count_keys_that_are_not_handed_over(window: tuple[int | None,
         out, lse, largest = run.forward_with_largest(args)
         assert_same((out, lse), reference.BACKEND.forward(args))
         assert (largest == 1.0).all()
+
+
+@pytest.mark.parametrize("right", [None, 0, 7, -1])
+@pytest.mark.parametrize(("keys", "origin"), [(REACH, 0), (REACH - 1, 0), (REACH, 3)])
+def test_norms_are_measured_where_keys_may_be_too_far_to_count(keys: int, origin: int, right: int | None) -> None:
+    """With many keys, of which each row sees the nearest; the room is another one in each call."""
+    measured = keys == REACH and origin == 0 and right != -1
+    variant = ForwardConfig("bfloat16", 64, 64, 128, right=right is not None, bias="alibi")
+    q, k = torch.empty(3, 5, 4, 64), torch.empty(3, keys, 2, 64)
+    bias = torch.ones(1, 4), origin
+    made = run.reaching(variant, bias, q, k, right)
+    (slopes, at, norms, heads), (*_, others, _) = made(), made()
+    assert slopes is bias[0] and at == origin and heads == 4 * measured
+    assert norms.dtype == torch.float32 and norms.data_ptr() != others.data_ptr()
+    assert not measured or norms.numel() == 3 * (4 + 2) * PARTS
+    for other in ({"left": True}, {"varlen": True}, {"softcap": True}, {"pack_gqa": 8}):
+        assert run.reaching(replace(variant, **other), bias, q, k, right)() is bias
 
 
 @pytest.mark.parametrize("window", [(12, 0), (28, -5), (12, 3)])

@@ -67,7 +67,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             s = s + table.double()[:, at]
             assert room.numel() == table.shape[0] * head_length(table.shape[1]) and len(gradient) == variant["bias_grad"]
         elif bias is not None:
-            slopes, origin = bias
+            slopes, origin, *_ = bias
             slopes = slopes if sequence is None or slopes.shape[0] == 1 else slopes[sequence : sequence + 1]
             s = s - slopes.double()[..., None, None] * (distance + origin).abs()
         hidden = (distance < -right) & variant["right"] | (distance > left) & variant["left"]

@@ -37,7 +37,7 @@ from warploom.attention.hopper.backward_consumers import Consumers
 from warploom.attention.hopper.backward_producer import Producer
 from warploom.attention.hopper.backward_rows import RowKernels
 from warploom.attention.hopper.config import box_columns
-from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.basics import LOG2_E, WARPGROUP
 from warploom.kernels.cute.bias import slopes_of
 from warploom.kernels.cute.columns import columns_of
 from warploom.kernels.cute.distances import SPREAD_THREADS, distances_of
@@ -125,6 +125,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
         masked = None
         if const_expr(self.config.dealt or self.config.ordered > 0):
             masked = (bounds, k, n_blocks, section, left, right, blocks, split)
+        if const_expr(self.config.reaches):
+            self.launch_measure(q, k, v, dout, bias, stream)
         if const_expr(self.reads_distances):
             table_heads = bias[0].shape[0]  # type: ignore[index]
             self.spread(bias, scale).launch(grid=[table_heads, 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
@@ -357,6 +359,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             dropout=drops,
             slopes=slopes_of(bias) if const_expr(self.biased) else None,
             distances=distances_of(bias) if const_expr(self.reads_distances) else None,
+            near=(bias, scale * LOG2_E) if const_expr(self.config.reaches) else None,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)
         products = (mma_scores, mma_values, mma_keys, mma_queries)

@@ -16,6 +16,7 @@ from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig
+from warploom.attention.hopper.near import Near
 from warploom.kernels.cute.barriers import BackwardBarrier
 from warploom.kernels.cute.basics import DTYPES, WARP, WARPGROUP, choose
 from warploom.kernels.cute.fields import Fields
@@ -90,6 +91,7 @@ class Call(Fields):
     dropout: Any  # what the call says of it, or None
     slopes: Any  # ALiBi's, or None
     distances: Any  # a table of them, or None
+    near: Any  # of ALiBi what says how far keys count, and what makes log2 units of scores; or None
 
 
 class Work(Fields):
@@ -141,7 +143,7 @@ class Operands(Fields):
     column: Any
 
 
-class BackwardBase:
+class BackwardBase(Near):
     """Sizes and shares of one configuration, and what all its kernels and warps need of a block."""
 
     def __init__(self, config: BackwardConfig):
@@ -253,8 +255,21 @@ class BackwardBase:
         if not self.config.columns:
             origin = given.slopes.origin if self.biased else None
             query_tiles = self.query_tiles(n_block, seqlen_q, seqlen_k, shift, left, right, origin)
+            if const_expr(self.config.reaches):
+                block = n_block * self.span, (n_block + 1) * self.span
+                keys = self.farthest(given, batch, head, group_size)
+                query_tiles = self.near_queries(query_tiles, block, keys, (seqlen_k, shift))
         work = self.work(given, group_size, n_block, head, batch, lengths, query_tiles, rising)
         return work.but(whole=whole, hidden=hidden, sequence=sequence if self.config.varlen else batch)
+
+    @cute.jit
+    def farthest(self, given, batch, head, group_size):
+        """``reach`` of the head of a key head's group that reaches farthest."""
+        bias, multiplier = given.near
+        keys = Int32(0)
+        for member in cutlass.range(group_size, unroll=1):
+            keys = cutlass.max(keys, self.reach(bias, batch, head * group_size + member, group_size, multiplier))
+        return keys
 
     def work(
         self, given: Any, group_size: Any, n_block: Any, head: Any, batch: Any, lengths: Any, query_tiles: Any, rising: Any

@@ -199,6 +199,7 @@ class PairBackward(PairProducer, PairConsumers, HopperBackward):
             dropout=drops,
             slopes=None,
             distances=None,
+            near=None,
             rank=rank,
         )
         loads = (q, k, v, dout, stats, tma_q, tma_k, tma_v, tma_do)

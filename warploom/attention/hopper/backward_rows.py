@@ -140,6 +140,7 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
             dropout=None,
             slopes=None,
             distances=None,
+            near=None,
         )
 
     @cute.jit

@@ -38,7 +38,7 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     parts = rows(3, align=16) if variant.split else None  # in place of it the lse where nothing is split
     mask = column_mask() if variant.columns else None
     drop = dropout() if variant.dropout else None
-    added = _BIASES[variant.bias]()
+    added = slopes(reaches=True) if variant.reaches else _BIASES[variant.bias]()
     largest = rows(2) if variant.largest else None
     pages = table() if variant.paged else None
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(0), Int32(1)]
@@ -62,6 +62,8 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     if variant.columns:
         columns = [*column_mask()]
     added = distances(variant.bias_grad) if variant.bias == "distance" else _BIASES[variant.bias]()
+    if variant.reaches:
+        added = slopes(reaches=True)
     given = [*packed, *columns, dropout() if variant.dropout else None, added]
     arguments = [*inputs, lse, dlse if variant.dlse else None, *gradients, workspace, *given, *scalars]
     kernel = (PairBackward if variant.pair else RolesBackward if variant.roles else HopperBackward)(variant)

@@ -18,12 +18,12 @@ _COMMON = (
     *(f"kernels/cute/{file}.py" for file in ("packed", "rings", "softmax", "tiles", "wgmma")),
     "runtime/compile.py",
 )
-_PARTS_OF_FORWARD = "base", "lists", "producer", "pages", "shares", "bias", "distances", "consumers", "columns", "merge"
-_FORWARD = ("forward", "forward_apart", "forward_hidden", *(f"forward_{part}" for part in _PARTS_OF_FORWARD))
+_ROLES = "base", "lists", "producer", "pages", "shares", "bias", "distances", "consumers", "columns", "merge"
+_FORWARD = ("forward", "near", "forward_apart", "forward_hidden", *(f"forward_{part}" for part in _ROLES))
 SOURCES = (
     *_COMMON,
     *(f"kernels/cute/{file}.py" for file in ("band", "bias", "columns", "distances", "memory")),
-    "kernels/distances.py",
+    *(f"kernels/{file}.py" for file in ("distances", "reach")),
     *(f"{_HERE}/{file}.py" for file in _FORWARD),
 )
 _PAIR = ("pair", *(f"pair_{part}" for part in ("base", "producer", "consumers")))
@@ -31,8 +31,9 @@ _PARTS = "base", "bias", "distances", "columns", "deal", "dropout", "rows", "pro
 _BACKWARD = ("backward", *(f"backward_{part}" for part in _PARTS))
 BACKWARD_SOURCES = (
     *_COMMON,
+    f"{_HERE}/near.py",
     *(f"kernels/cute/{file}.py" for file in ("bias", "columns", "distances", "memory", "row_tiles")),
-    "kernels/distances.py",
+    *(f"kernels/{file}.py" for file in ("distances", "reach")),
     *(f"{_HERE}/{file}.py" for file in _BACKWARD),
 )
 
@@ -150,6 +151,12 @@ class ForwardConfig:
     def bias_product(self) -> bool:
         """Whether scores begin at a product of slopes and columns: where the tensor cores have time to spare."""
         return self.bias == "alibi" and self.head_dim <= 64 and not self.softcap
+
+    @property
+    def reaches(self) -> bool:
+        """Whether key tiles so far away that ALiBi leaves nothing of them may be left out."""
+        alone = not (self.left or self.varlen or self.softcap or self.pack_gqa)
+        return self.bias == "alibi" and alone
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -280,6 +287,12 @@ class BackwardConfig:
         k = self.head_dim if self.tile_m == 128 else self.head_dim // 2
         q, v = box_columns(self.head_dim), box_columns(self.head_dim_v)
         return q, box_columns(k), v, v
+
+    @property
+    def reaches(self) -> bool:
+        """As of the forward; not where key blocks queue, or where gradients that nobody looked at may not be finite."""
+        alone = not (self.left or self.varlen or self.softcap or self.deterministic or self.dlse)
+        return self.bias == "alibi" and alone
 
     @property
     def partial_floats(self) -> int:

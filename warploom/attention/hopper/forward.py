@@ -77,6 +77,8 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
     ):
         """Lay out shared memory, describe the TMA copies and launch ``blocks`` persistent blocks."""
         config = self.config
+        if const_expr(config.reaches):
+            self.launch_measure(q, k, v, None, bias, stream)
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
         dense, packed = [1, 3, 2, 0], [0, 2, 1]
         modes = packed if const_expr(config.varlen) else dense
@@ -277,7 +279,10 @@ class HopperForward(PagedProducer, PagedScheduler, ColumnProducer, OwnConsumers)
                     total_k = k.shape[3] - 1
                     self.schedule_packed(total_k, lse.shape, shared, None, cu_q, cu_k, used_k, counter, left, right)
                 else:
-                    self.schedule(k.shape[0], lse.shape, heads, shared, left, right, pair_heads, split)
+                    group = lse.shape[1] // k.shape[2]
+                    self.schedule(
+                        k.shape[0], lse.shape, heads, shared, left, right, pair_heads, split, bias, group, multiplier
+                    )
         else:
             cute.arch.setmaxregister_increase(consumer_registers)
             sequences = 0 if const_expr(cu_q is None) else cu_q.shape[0] - 1

@@ -13,6 +13,7 @@ from cutlass import Int32, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.forward_lists import Lists
+from warploom.attention.hopper.near import Near
 from warploom.kernels.cute.band import key_tiles
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.columns import sequence_blocks
@@ -31,13 +32,13 @@ class KeyRing(Fields):
     bytes: int  # of a tile
 
 
-class Producer(Lists):
+class Producer(Lists, Near):
     """The roles of the producer's warps: ``schedule``, or ``schedule_packed`` for packed sequences, and ``load``."""
 
     # The scheduler warp
 
     @cute.jit
-    def schedule(self, seqlen_k, lse_shape, heads_q, shared, left, right, pair_heads, split):
+    def schedule(self, seqlen_k, lse_shape, heads_q, shared, left, right, pair_heads, split, bias, group, multiplier):
         """Hand out this block's tiles, one ahead of who works on them; a head below 0 ends the work."""
         queries = self.config.queries
         batch_size, _, seqlen_q = lse_shape
@@ -68,10 +69,14 @@ class Producer(Lists):
             if m_block != schedule.NOTHING:
                 row, shift = m_block * queries, seqlen_k - seqlen_q
                 first, end = key_tiles(self.config, row, row + queries, seqlen_q, seqlen_k, shift, left, right)
-                if slot >= 0:
-                    first, end = cutlass.max(first, piece_first), cutlass.min(end, piece_end)
                 batch = head // heads_q
                 head = head - batch * heads_q if batch < batch_size else Int32(-1)
+                if const_expr(self.config.reaches):
+                    positions = row + shift, cutlass.min(row + queries, seqlen_q) - 1 + shift
+                    keys = self.reach(bias, batch, head, group, multiplier)
+                    first, end = self.near_keys((first, end), positions, keys, seqlen_k)
+                if slot >= 0:
+                    first, end = cutlass.max(first, piece_first), cutlass.min(end, piece_end)
                 cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
                 words = (m_block, head, batch, first, end, slot)
                 publish(shared.tiles, (0, stage), words, shared.tile_full, stage)

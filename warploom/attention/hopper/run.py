@@ -13,7 +13,7 @@ from warploom.attention import philox
 from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import documents
-from warploom.attention.hopper.config import ForwardConfig
+from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
 from warploom.attention.hopper.plan import (
     LONG,
     SPLIT_COST,
@@ -28,10 +28,14 @@ from warploom.attention.hopper.plan import (
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs, mean_queries
 from warploom.kernels.distances import head_length
+from warploom.kernels.reach import PARTS
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
 from warploom.runtime.likeness import like
+
+# Keys from which on calls with ALiBi measure how far from the diagonal keys count, for which q, k and v are read.
+REACH = 4096
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -94,6 +98,7 @@ def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tu
     like_out, like_lse = like(out_shape, q.dtype, device), like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
     dropout, bias = dropped(args, first), added(args, seqlen_k - end)
+    reached = reaching(variant, bias, q, k, right)
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None = None,
@@ -108,7 +113,8 @@ def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tu
         parts = lse if variant.split else None  # not read: of the type
         if split:
             parts = torch.empty(parts_shape, dtype=torch.float32, device=device)
-        given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), bias, largest, None, *numbers)
+        biases = reached()
+        given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), biases, largest, None, *numbers)
         launch_on(index, function, given)
         return out, lse
 
@@ -198,6 +204,23 @@ def added(args: AttentionArgs, beyond: int = 0, gradient: Tensor | None = None) 
         spread = values.new_empty(values.shape[0] * head_length(values.shape[1]))
         return (values, spread, origin) if gradient is None else (values, spread, origin, gradient)
     return values, origin
+
+
+def reaching(
+    variant: ForwardConfig | BackwardConfig, bias: tuple[Tensor | int, ...] | None, q: Tensor, k: Tensor, right: int | None
+) -> Callable[[], tuple[Tensor | int, ...] | None]:
+    """What makes of a bias what a module takes of it: ALiBi's with room for norms, and whether they are to be measured.
+
+    They are where the row's own key, or the nearest to it, is seen, and keys are so many that measuring pays.
+    """
+    if not variant.reaches:
+        return lambda: bias
+    assert bias is not None
+    values, origin = bias
+    device, heads = q.device, q.shape[2]
+    near = heads if k.shape[1] >= REACH and not origin and (right is None or right >= 0) else 0
+    floats = q.shape[0] * (heads + k.shape[2]) * PARTS if near else 4
+    return lambda: (values, origin, torch.empty(floats, dtype=torch.float32, device=device), near)
 
 
 def one_entry(args: AttentionArgs) -> AttentionArgs:
@@ -411,7 +434,7 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
     largest = lse.new_full((1, q.shape[-2]), float("-inf")) if variant.largest else None
     numbers = numbers_of(args, args.left, args.right, pair_heads=1, split=split)
-    dropout, bias = dropped(args)(args.dropout_seed), added(one_entry(args))
+    dropout, bias = dropped(args)(args.dropout_seed), reaching(variant, added(one_entry(args)), q, k, None)()
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
     given = (q, k, v, out, lse, sink, *packed, parts, mask, dropout, bias, largest, table, *numbers)

@@ -13,7 +13,7 @@ from warploom.attention.features import Features
 from warploom.attention.hopper import documents, schedule
 from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
 from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
-from warploom.attention.hopper.run import added, column_mask, dropped, filled, one_entry, processors, with_seed
+from warploom.attention.hopper.run import added, column_mask, dropped, filled, one_entry, processors, reaching, with_seed
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
@@ -256,7 +256,7 @@ def _launcher(
     q, packed = args.q, args.cu_seqlens_q is not None
     floats = workspace_floats(variant, tiles, q.numel(), args.sink is not None and not packed, split)
     like_workspace = like((floats,), torch.float32, q.device)
-    dropout, bias = dropped(args, first), added(args, beyond, gradient)
+    dropout, bias = dropped(args, first), reaching(variant, added(args, beyond, gradient), q, args.k, band[1])
     numbers = (args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
     dim, dim_v = variant.head_dim, variant.head_dim_v
     box_q, box_k, box_v, box_do = variant.boxes
@@ -276,7 +276,7 @@ def _launcher(
             tensors = filled(q, dim, box_q), filled(k, dim, box_k), filled(v, dim_v, box_v), out, filled(dout, dim_v, box_do)
         views = [aligned(t) for t in tensors]
         with on_device(views[0]):
-            function(*views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns, dropout(seed), bias, *numbers)
+            function(*views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns, dropout(seed), bias(), *numbers)
         return workspace
 
     return launch

@@ -49,9 +49,13 @@ def dropout() -> tuple[Any, ...]:
     return vector(Int32), Int32(0), Float32(1.0), Int32(0)
 
 
-def slopes() -> tuple[Any, ...]:
-    """What `warploom.kernels.cute.bias` takes of ALiBi: slopes (batch|1, heads_q), and what is added to distances."""
-    return rows(2), Int32(0)
+def slopes(reaches: bool = False) -> tuple[Any, ...]:
+    """What `warploom.kernels.cute.bias` takes of ALiBi: slopes (batch|1, heads_q), and what is added to distances.
+
+    ``reaches``: and room for norms, a flat fp32 tensor, and how many heads of queries are measured, 0: none.
+    """
+    norms = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
+    return (rows(2), Int32(0), *((norms, Int32(0)) if reaches else ()))
 
 
 def distances(gradient: bool = False) -> tuple[Any, ...]:

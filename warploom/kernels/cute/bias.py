@@ -23,10 +23,10 @@ class Slopes(Fields):
 
 
 def slopes_of(bias: Any) -> Slopes | None:
-    """Of the tuple that the host passes, values and origin; None of None."""
+    """Of the tuple that the host passes, values, origin and what of a reach there is; None of None."""
     if bias is None:
         return None
-    values, origin = bias
+    values, origin, *_ = bias
     return Slopes(values=values, origin=origin)
 
 
