@@ -181,8 +181,8 @@ class Exchanging(Pending):
 class Returning(Pending):
     """Gradients of what ``Exchanging`` brought, on their way back, as ``dtype``; those of own keys stay."""
 
-    def __init__(self, group: Any, plan: Exchange, dtype: torch.dtype, count: int, *tensors: Tensor) -> None:
-        """``count``: this rank's keys."""
+    def __init__(self, group: Any, plan: Exchange, dtype: torch.dtype, *tensors: Tensor) -> None:
+        """Others' rows are the first ones of ``tensors``."""
         taken = sum(plan.taken)
         sent = tensors[0].new_empty((taken, *_beside(tensors)), dtype=dtype)
         put_beside(sent, [t[:, :taken].to(dtype) for t in tensors], [(0, taken)])
@@ -191,9 +191,13 @@ class Returning(Pending):
         if not plan.idle:
             work = dist.all_to_all_single(self._found, sent, plan.counts, plan.taken, group=group, async_op=True)
         super().__init__([work], sent)
-        self._totals = [t[:, taken:] for t in tensors]
-        if taken or plan.own != [(0, count)]:  # a view would keep others' alive
-            self._totals = [self._placed(t, count) for t in self._totals]
+
+    def put_own(self, count: int, *tensors: Tensor) -> None:
+        """Gradients of the rows that the rank sees itself, before ``result``; ``count``: its keys."""
+        self._totals = list(tensors)
+        whole = self._plan.own == [(0, count)]
+        if not whole or any([t.untyped_storage().nbytes() > t.nbytes for t in tensors]):  # a view would keep others' alive
+            self._totals = [self._placed(t, count) for t in tensors]
 
     def _placed(self, own: Tensor, count: int) -> Tensor:
         """Gradients of the rows that the rank sees itself among those of all its rows."""

@@ -21,6 +21,7 @@ from warploom.masks.intervals import ResolvedMask, finish, visible_per_column
 # Up to so many runs of queries are calls of their own, under their band: kernels know a band better than its columns.
 MOST_RUNS = 2
 _FEW = 16  # pairs of runs that are worth looking at for that
+_NO_MASK = ResolvedMask(None, None, None, None, None, None)
 
 
 class Sequences(NamedTuple):
@@ -253,6 +254,32 @@ class Sharded:
         return self._placed(("exchanged",), make)
 
     @cached_property
+    def causal(self) -> bool:
+        """Whether rows are those of the keys and see all before them: so a rank's own are a causal call again."""
+        left, right, *vectors = self.whole.mask
+        alone = self.whole.starts is None and left is None and right == 0 and all([t is None for t in vectors])
+        return alone and self.queries == self.keys
+
+    def against_others(self) -> tuple[Piece, ...]:
+        """This rank's queries against the keys that come from others, as `Exchanging` brings them, of a causal call.
+
+        Those that lie between the same two of its runs are all seen by the same rows.
+        """
+
+        def make() -> list[Piece]:
+            runs = [run for source in self.others for run in self.needed(self.rank, source)]
+            if not runs:
+                return []
+            before, rows = self.queries.before(self.rank), self.queries.counts[self.rank]
+            firsts = {int(before[end]) for _, end in runs}
+            if len(firsts) == 1:
+                return [Piece((firsts.pop(), rows), (0, length_of(runs)), _NO_MASK)]
+            piece = column_piece(self.whole, self.queries, self.rank, runs)
+            return [] if piece is None else [piece]
+
+        return self._placed(("others",), make)
+
+    @cached_property
     def exchange(self) -> Exchange:
         """Which keys go where for ``exchanged``."""
         ranks = range(len(self.keys.counts))
@@ -302,7 +329,14 @@ class Sharded:
     def against(self, source: int) -> tuple[Piece, ...]:
         """This rank's queries against what it needs of another's keys, or of its own."""
         needed = self.needed(self.rank, source)
-        return self._placed(("against", source), lambda: pieces(self.whole, self.queries, self.rank, needed))
+
+        def make() -> list[Piece]:
+            if self.causal and source == self.rank and needed:
+                rows = 0, self.queries.counts[self.rank]
+                return [Piece(rows, rows, _NO_MASK._replace(right=0))]
+            return pieces(self.whole, self.queries, self.rank, needed)
+
+        return self._placed(("against", source), make)
 
     def needed(self, rank: int, source: int) -> tuple[Run, ...]:
         """The keys of ``source`` that ``rank`` sees something of: runs of the whole, in steps of a chunk."""
