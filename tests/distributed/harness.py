@@ -50,7 +50,7 @@ class Sharded:
         limits["HIDDEN"] = rng.choice([0, gather.HIDDEN])
         limits["KEPT"] = rng.choice([0, 2**40])
         sums = rng.choice([0, collectives.MOST_SUMS])
-        least = {"LEAST_FORWARD": rng.choice([0, ring.LEAST_FORWARD]), "LEAST_BACKWARD": rng.choice([0, ring.LEAST_BACKWARD])}
+        least = {name: rng.choice([0, getattr(ring, name)]) for name in ("LEAST_FORWARD", "LEAST_BACKWARD", "LEAST_OF_TWO")}
         with patch.multiple(gather, **limits), patch.object(collectives, "MOST_SUMS", sums), patch.multiple(ring, **least):
             return self._check()
 

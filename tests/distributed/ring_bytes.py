@@ -60,14 +60,13 @@ class Peaks(NamedTuple):
     backward: int
 
 
-def peaks(ranks: int, rank: int, least: tuple[int, int], **mask: Any) -> Peaks:
-    """Of the second call of its kind; ``least``: for LEAST_FORWARD and LEAST_BACKWARD."""
+def peaks(ranks: int, rank: int, least: tuple[int, int, int], **mask: Any) -> Peaks:
+    """Of the second call of its kind; ``least``: for LEAST_FORWARD, LEAST_BACKWARD and LEAST_OF_TWO."""
     with hopper(Recorder()) as fresh, ExitStack() as stack:
         fresh()
         stack.enter_context(patch.object(groups, "compared"))
-        for name in ("P2POp", "batch_isend_irecv"):
-            stack.enter_context(patch.object(torch.distributed, name, lambda *_, **__: ()))  # a mock would keep the tensors
-        stack.enter_context(patch.multiple(ring, LEAST_FORWARD=least[0], LEAST_BACKWARD=least[1]))
+        stack.enter_context(patch.object(torch.distributed, "all_to_all_single", lambda *_, **__: None))  # a mock keeps tensors
+        stack.enter_context(patch.multiple(ring, LEAST_FORWARD=least[0], LEAST_BACKWARD=least[1], LEAST_OF_TWO=least[2]))
         plan = planned(ROWS * ranks, ranks, rank, "a group", method="ring", **mask)
         q, k, v = [torch.zeros(1, ROWS, n, HEAD_DIM).bfloat16().requires_grad_() for n in (HEADS, HEADS_KV, HEADS_KV)]
         dout = torch.zeros_like(q)

@@ -144,7 +144,7 @@ def _ring(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
     ranks = range(len(sharded.queries.counts))
     blocks = max(sum(bool(sharded.needed(reader, source)) for source in ranks) for reader in ranks)
     rows = blocks * sharded.queries.longest * q.shape[0] * q.shape[2] * _MEMORY
-    groups = ring.group_count(sharded.queries.longest, q, k.shape[2], q.shape[3], ring.LEAST_BACKWARD)
+    groups = ring.backward_groups(sharded, q, k.shape[2])
     # Gradients of the last group's keys, in their own dtype.
     last = sharded.keys.longest * q.shape[0] * k.shape[2] // groups * (k.shape[3] + v.shape[3]) * k.element_size()
     return rows * v.shape[3] * _MERGED, rows * q.shape[3] * _ADDED + last + (groups - 1) * blocks * _AGAIN

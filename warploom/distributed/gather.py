@@ -249,7 +249,7 @@ def _apart(
         parts.append(part)
     back = Returning(call.group, call.sharded.exchange, q.dtype, *of_keys)
     del of_keys, taken
-    dq, *own = local.backward(call.run, q, k, v, *upstream, call.sharded.against(call.rank))
+    dq, *own = local.backward(call.run, q, k, v, *upstream, call.sharded.against_own(k.shape[0] * k.shape[2]))
     back.put_own(call.keys.counts[call.rank], *own)
     for piece, part in zip(pieces, parts, strict=True):
         dq[:, slice(*piece.rows)] += part

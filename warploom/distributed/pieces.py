@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,6 +22,9 @@ from warploom.masks.intervals import ResolvedMask, finish, visible_per_column
 # Up to so many runs of queries are calls of their own, under their band: kernels know a band better than its columns.
 MOST_RUNS = 2
 _FEW = 16  # pairs of runs that are worth looking at for that
+# Keys of all heads of a causal call, from which on its blocks of 128 fill a device's processors (132 of an H200) three times:
+# the longest does not outlast the others.
+MANY_KEYS = 3 * 132 * 128
 _NO_MASK = ResolvedMask(None, None, None, None, None, None)
 
 
@@ -232,6 +236,7 @@ class Sharded:
         self._needed: dict[tuple[int, int], tuple[Run, ...]] = {}
         self._rows: dict[int, Tensor] = {}
         self._runs: dict[int, list[Run]] = {}
+        self._idle: dict[int, bool] = {}
         self.launchers: dict[Hashable, Any] = {}  # of its pieces, as `local.Run` has them
         self.kept: dict[str, Any] = {}  # what others work out of it once
 
@@ -329,14 +334,33 @@ class Sharded:
     def against(self, source: int) -> tuple[Piece, ...]:
         """This rank's queries against what it needs of another's keys, or of its own."""
         needed = self.needed(self.rank, source)
+        return self._placed(("against", source), lambda: pieces(self.whole, self.queries, self.rank, needed))
 
-        def make() -> list[Piece]:
-            if self.causal and source == self.rank and needed:
-                rows = 0, self.queries.counts[self.rank]
-                return [Piece(rows, rows, _NO_MASK._replace(right=0))]
-            return pieces(self.whole, self.queries, self.rank, needed)
+    def against_own(self, heads_kv: int) -> tuple[Piece, ...]:
+        """This rank's queries against its own keys of so many heads.
 
-        return self._placed(("against", source), make)
+        Of a causal call these are one again, if its blocks of keys are many; few are columns, whose long blocks kernels cut.
+        """
+        needed, count = self.needed(self.rank, self.rank), self.queries.counts[self.rank]
+        if not self.causal or not needed:
+            return self.against(self.rank)
+        if heads_kv * count >= MANY_KEYS:
+            return self._placed(("own", True), lambda: [Piece((0, count), (0, count), _NO_MASK._replace(right=0))])
+        return self._placed(("own", False), lambda: [column_piece(self.whole, self.queries, self.rank, needed)])
+
+    def idle(self, step: int) -> bool:
+        """Whether no rank needs any key of the one ``step`` before."""
+        ranks = len(self.keys.counts)
+        if step not in self._idle:
+            self._idle[step] = not any([self.needed(rank, (rank - step) % ranks) for rank in range(ranks)])
+        return self._idle[step]
+
+    @cached_property
+    def most_blocks(self) -> int:
+        """Ranks whose keys one rank needs, or that need the keys of one, its own too: of the rank that has most."""
+        ranks = range(len(self.keys.counts))
+        pairs = [(reader, source) for reader in ranks for source in ranks if self.needed(reader, source)]
+        return max([0, *Counter([reader for reader, _ in pairs]).values(), *Counter([source for _, source in pairs]).values()])
 
     def needed(self, rank: int, source: int) -> tuple[Run, ...]:
         """The keys of ``source`` that ``rank`` sees something of: runs of the whole, in steps of a chunk."""
