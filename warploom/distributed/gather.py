@@ -252,7 +252,7 @@ def _apart(
     dq, *own = local.backward(call.run, q, k, v, *upstream, call.sharded.against_own(k.shape[0] * k.shape[2]))
     back.put_own(call.keys.counts[call.rank], *own)
     for piece, part in zip(pieces, parts, strict=True):
-        dq[:, slice(*piece.rows)] += part
+        dq[:, slice(*piece.rows)].add_(part)
     dk, dv = back.result()
     return dq, dk, dv
 

@@ -137,7 +137,7 @@ def backward(
     if len(pieces) == 1 and pieces[0].among is None and pieces[0].keys == (0, k.shape[1]):
         if total is not None:
             of_q, *of_keys = gradients(run, given, upstream, pieces[0])
-            total[:, slice(*runs[0])] += of_q
+            total[:, slice(*runs[0])].add_(of_q)
             return total, of_keys[0], of_keys[1]
         if runs[0] == (0, q.shape[1]):
             return gradients(run, given, upstream, pieces[0])

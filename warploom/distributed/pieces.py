@@ -336,15 +336,15 @@ class Sharded:
         needed = self.needed(self.rank, source)
         return self._placed(("against", source), lambda: pieces(self.whole, self.queries, self.rank, needed))
 
-    def against_own(self, heads_kv: int) -> tuple[Piece, ...]:
-        """This rank's queries against its own keys of so many heads.
+    def against_own(self, heads_kv: int | None = None) -> tuple[Piece, ...]:
+        """This rank's queries against its own keys; in a backward pass of so many heads.
 
-        Of a causal call these are one again, if its blocks of keys are many; few are columns, whose long blocks kernels cut.
+        Of a causal call these are one again; few blocks of keys are columns backward, whose long ones kernels cut.
         """
         needed, count = self.needed(self.rank, self.rank), self.queries.counts[self.rank]
         if not self.causal or not needed:
             return self.against(self.rank)
-        if heads_kv * count >= MANY_KEYS:
+        if heads_kv is None or heads_kv * count >= MANY_KEYS:
             return self._placed(("own", True), lambda: [Piece((0, count), (0, count), _NO_MASK._replace(right=0))])
         return self._placed(("own", False), lambda: [column_piece(self.whole, self.queries, self.rank, needed)])
 

@@ -37,7 +37,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
     out = q.new_empty((batch, rows, heads_q, v.shape[-1]))
     lse = torch.empty((batch, heads_q, rows), dtype=local.wide(q), device=q.device)
     groups = _groups(q, k, group_count(call.queries.longest, q, k.shape[2], v.shape[-1], LEAST_FORWARD))
-    blocks = _blocks(call, k, v, groups)
+    blocks = _blocks(call, k, v, groups, call.sharded.against_own())
     for group in groups:
         some = q[:, :, group.of_q]
         merged = local.Merged(some, v.shape[-1])
@@ -73,7 +73,7 @@ def backward(
 
     two = call.sharded.most_blocks <= 2
     groups = _groups(q, k, backward_groups(call.sharded, q, k.shape[2]))
-    blocks = _blocks(call, k, v, groups)
+    blocks = _blocks(call, k, v, groups, call.sharded.against_own(k.shape[0] * k.shape[2] // len(groups)))
     for group in groups:
         heads = group.of_q
         upstream = dout[:, :, heads], None if dlse is None else dlse[:, heads], out[:, :, heads], lse[:, heads]
@@ -136,7 +136,7 @@ class _Block(NamedTuple):
     values: Tensor
 
 
-def _blocks(call: Call, k: Tensor, v: Tensor, groups: Sequence[_Group]) -> Iterator[_Block]:
+def _blocks(call: Call, k: Tensor, v: Tensor, groups: Sequence[_Group], own: tuple[Piece, ...]) -> Iterator[_Block]:
     """For each group, rank by rank from this one down, without those that no rank needs anything of.
 
     What they hold lives as long as the caller's. The next block is on its way by then, if it is another rank's.
@@ -148,7 +148,6 @@ def _blocks(call: Call, k: Tensor, v: Tensor, groups: Sequence[_Group]) -> Itera
         if further:
             coming = _passing(call, then.of_keys(k, v), further)
         if here is None:
-            own = call.sharded.against_own(k.shape[0] * (group.of_kv.stop - group.of_kv.start))
             yield _Block(step, own, *_own(call, group.of_keys(k, v)))
         else:
             yield _Block(step, call.sharded.against((call.rank - step) % call.ranks), *here.result())
@@ -210,5 +209,5 @@ def _add(call: Call, reader: int, sums: Sequence[Tensor], parts: Sequence[Tensor
             continue
         at = 0
         for a, b in runs:
-            total[:, a:b] += part[:, at : at + b - a]
+            total[:, a:b].add_(part[:, at : at + b - a])
             at += b - a
