@@ -241,14 +241,13 @@ def _apart(
     and causal. That pays for the second launch, and for a sum of two terms of dq.
     """
     k, v, *others = keys.tensors
-    taken = split_beside(_of_heads(others, (0, k.shape[2])), keys.dims)
+    others_k, others_v = of_keys = split_beside(_of_heads(others, (0, k.shape[2])), keys.dims)
     pieces, parts = call.sharded.against_others(), list[Tensor]()
-    of_keys = taken
     for piece in pieces:  # one, or none
-        part, *of_keys = local.gradients(call.run, (q, *taken), upstream, piece)
+        part, *of_keys = local.gradients(call.run, (q, others_k, others_v), upstream, piece)
         parts.append(part)
     back = Returning(call.group, call.sharded.exchange, q.dtype, *of_keys)
-    del of_keys, taken
+    del of_keys, others_k, others_v
     dq, *own = local.backward(call.run, q, k, v, *upstream, call.sharded.against_own(k.shape[0] * k.shape[2]))
     back.put_own(call.keys.counts[call.rank], *own)
     for piece, part in zip(pieces, parts, strict=True):

@@ -344,9 +344,13 @@ class Sharded:
         needed, count = self.needed(self.rank, self.rank), self.queries.counts[self.rank]
         if not self.causal or not needed:
             return self.against(self.rank)
-        if heads_kv is None or heads_kv * count >= MANY_KEYS:
-            return self._placed(("own", True), lambda: [Piece((0, count), (0, count), _NO_MASK._replace(right=0))])
-        return self._placed(("own", False), lambda: [column_piece(self.whole, self.queries, self.rank, needed)])
+        few = heads_kv is not None and heads_kv * count < MANY_KEYS
+
+        def make() -> list[Piece]:
+            cut = column_piece(self.whole, self.queries, self.rank, needed) if few else None
+            return [cut or Piece((0, count), (0, count), _NO_MASK._replace(right=0))]
+
+        return self._placed(("own", few), make)
 
     def idle(self, step: int) -> bool:
         """Whether no rank needs any key of the one ``step`` before."""
