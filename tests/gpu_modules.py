@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.attention import harness, packed
 from tests.delta import delta_model
+from tests.distributed import drawn, test_gpu_ranks
 from tools.frozen.pretend import Recorder, hopper
 from warploom.attention import judge, reference
 from warploom.commands import build
@@ -83,6 +84,8 @@ def loaded(expression: str = "", *paths: str) -> list[ModuleSpec]:
             (torch.testing, "assert_close", lambda *tensors, **options: None),
             (judge.Verdict, "passed", property(lambda verdict: True)),
             (torch, "Generator", _Generator),
+            (torch.cuda, "device_count", lambda: 2),
+            (test_gpu_ranks, "run", drawn.played),
             (modules, "load", load),
         ):
             stack.enter_context(patch.object(target, name, value))

@@ -18,6 +18,9 @@ from warploom.attention.judge import judge, low_precision
 from warploom.distributed import collectives, gather, ring
 from warploom.distributed.plan import planned
 
+# q, k, v and sink, then the gradients of out and lse.
+Tensors = tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Tensor, Tensor]
+
 
 @dataclass
 class Sharded:
@@ -50,15 +53,12 @@ class Sharded:
         limits["HIDDEN"] = rng.choice([0, gather.HIDDEN])
         limits["KEPT"] = rng.choice([0, 2**40])
         sums = rng.choice([0, collectives.MOST_SUMS])
-        least = {"LEAST_FORWARD": rng.choice([0, ring.LEAST_FORWARD]), "LEAST_BACKWARD": rng.choice([0, ring.LEAST_BACKWARD])}
+        least = {name: rng.choice([0, getattr(ring, name)]) for name in ("LEAST_FORWARD", "LEAST_BACKWARD", "LEAST_OF_TWO")}
         with patch.multiple(gather, **limits), patch.object(collectives, "MOST_SUMS", sums), patch.multiple(ring, **least):
             return self._check()
 
     def _check(self) -> distributed.ShardPlan:
-        band = {name: self.keywords[name] for name in ("mask", "causal", "window") if name in self.keywords}
-        lengths = {"seqlen_k": self.seqlen_k, "cu_seqlens": self.cu_seqlens}
-        mask = band if self.plan_mask is None else self.plan_mask
-        plan = distributed.shard_plan(self.seqlen_q, self.group, **lengths, **mask, chunk=self.chunk, method=self.method)
+        plan = distributed.shard_plan(group_or_mesh=self.group, **self.planning())
         tensors, dout, dlse = self.tensors()
         seen, keep = self.visible(), self.kept()
         scale, softcap = self.keywords.get("scale", self.head_dim**-0.5), self.keywords.get("softcap", 0.0)
@@ -74,17 +74,8 @@ class Sharded:
         if self.poison:
             shown = seen.any(2).expand(self.batch, self.heads_q, -1).unflatten(1, (self.heads_kv, -1)).any(2)
             k, v = (t.masked_fill(~shown.transpose(1, 2)[..., None], float("nan")) for t in (k, v))
-        parts = [plan.shard(t, 1).requires_grad_() for t in (q, k, v)]
-        own_dout, own_dlse = plan.shard(dout, 1), plan.shard(dlse, 2)
-        # In half precision each rank would round its part of the sink's gradient.
-        leaf = None if sink is None else sink.to(torch.promote_types(self.dtype, torch.float32), copy=True).requires_grad_()
-        given, upstream = parts, (own_dout, own_dlse)
-        if self.cu_seqlens is not None:
-            given, upstream = [t[0] for t in parts], (own_dout[0], own_dlse[0])
-        out, lse = distributed.attention(*given, plan=plan, sink=leaf, return_lse=True, **self.keywords)
+        out, lse, *gradients = self.call(plan, ((q, k, v, sink), dout, dlse))
         assert lse.dtype == torch.float32 and out.dtype == self.dtype
-        leaves = parts if leaf is None else [*parts, leaf]
-        gradients = torch.autograd.grad((out, lse), leaves, upstream)
         if self.cu_seqlens is not None:
             out, lse = out[None], lse[None]
         found = {"out": plan.unshard(out, 1), "lse": plan.unshard(lse, 2)}
@@ -99,7 +90,7 @@ class Sharded:
                 want[..., self.cu_seqlens[-1] :] = model[..., self.cu_seqlens[-1] :] = float("-inf")
             verdict = judge(name, t, want, model, dtype)
             assert verdict.passed, f"{verdict}; {self}"
-        if leaf is not None:
+        if sink is not None:
             dsink = gradients[3].clone()
             dist.all_reduce(dsink, group=self.group)
             want, model = exact.dsink, lowp.dsink_like(exact)
@@ -109,6 +100,24 @@ class Sharded:
         if self.keywords.get("batch_invariant") and plan.method in ("gather", "auto"):
             self.check_bits(plan, (q, k, v), sink, found["out"], found["lse"])
         return plan
+
+    def planning(self) -> dict[str, Any]:
+        """What the plan is made with, beside a group."""
+        band = {name: self.keywords[name] for name in ("mask", "causal", "window") if name in self.keywords}
+        lengths = {"seqlen_q": self.seqlen_q, "seqlen_k": self.seqlen_k, "cu_seqlens": self.cu_seqlens}
+        return {**lengths, **(band if self.plan_mask is None else self.plan_mask), "chunk": self.chunk, "method": self.method}
+
+    def call(self, plan: distributed.ShardPlan, given: Tensors | None = None) -> list[Tensor]:
+        """This rank's out, lse, dq, dk and dv, and its share of dsink; ``given``: in place of ``tensors``."""
+        (q, k, v, sink), dout, dlse = given or self.tensors()
+        parts = [plan.shard(t, 1).requires_grad_() for t in (q, k, v)]
+        # In half precision each rank would round its part of the sink's gradient.
+        leaf = None if sink is None else sink.to(torch.promote_types(self.dtype, torch.float32), copy=True).requires_grad_()
+        some, upstream = parts, (plan.shard(dout, 1), plan.shard(dlse, 2))
+        if self.cu_seqlens is not None:
+            some, upstream = [t[0] for t in parts], (upstream[0][0], upstream[1][0])
+        out, lse = distributed.attention(*some, plan=plan, sink=leaf, return_lse=True, **self.keywords)
+        return [out, lse, *torch.autograd.grad((out, lse), parts if leaf is None else [*parts, leaf], upstream)]
 
     def check_bits(
         self, plan: distributed.ShardPlan, tensors: tuple[Tensor, ...], sink: Tensor | None, out: Tensor, lse: Tensor
@@ -122,7 +131,7 @@ class Sharded:
         for name, part, t in (("out", out, whole[0]), ("lse", lse, whole[1])):
             assert torch.equal(part[0] if packed else part, t), f"{name} has other bits than of one rank: {self}"
 
-    def tensors(self) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor | None], Tensor, Tensor]:
+    def tensors(self) -> Tensors:
         """q, k, v and sink, then the gradients of out and lse; drawn on the host, so the same on every rank."""
         make = torch.Generator().manual_seed(self.seed)
         seqlen_k = self.seqlen_q if self.seqlen_k is None else self.seqlen_k

@@ -10,7 +10,7 @@ import torch
 
 from tools.frozen.pretend import Recorder, hopper
 from warploom import distributed, masks
-from warploom.distributed import gather, groups, local
+from warploom.distributed import gather, groups, local, pieces
 from warploom.distributed.plan import planned
 
 SEQLEN, RANKS = 512, 2
@@ -64,6 +64,27 @@ def shared() -> None:
     assert [lse for _, lse in results[:2]] == [f"float32 [4, {rows}] by [256, 1] at 0" for rows in (88, 168)], results
 
 
+def apart() -> None:
+    """A causal backward pass is a launch of no mask on others' keys, of the rows that see them, and a causal one on own keys."""
+    recorder = Recorder()
+    with hopper(recorder) as fresh, ExitStack() as stack:
+        for where, name in ((groups, "compared"), (torch.distributed, "all_to_all_single")):
+            stack.enter_context(patch.object(where, name))
+        stack.enter_context(patch.object(gather, "KEPT", 0))
+        stack.enter_context(patch.object(pieces, "MANY_KEYS", 0))
+        for rank, rows in ((0, SEQLEN // 4), (1, SEQLEN // 2)):
+            fresh()
+            plan = planned(SEQLEN, RANKS, rank, "a group", causal=True, method="gather")
+            q, k, v = (torch.zeros(1, plan.tokens[rank], heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
+            out = distributed.attention(q, k, v, plan=plan, causal=True)
+            recorder.clear()
+            torch.autograd.grad(out, (q, k, v), torch.zeros_like(out))
+            names, others = [each["kernel"] for each in recorder.launches], recorder.launches[0]["values"][0]
+            assert [("_full_" in name, "_r_" in name) for name in names] == [(True, False), (False, True)], names
+            assert f"[1, {rows}, 4, 64]" in others, others
+
+
 if __name__ == "__main__":
     main()
     shared()
+    apart()

@@ -60,14 +60,13 @@ class Peaks(NamedTuple):
     backward: int
 
 
-def peaks(ranks: int, rank: int, least: tuple[int, int], **mask: Any) -> Peaks:
-    """Of the second call of its kind; ``least``: for LEAST_FORWARD and LEAST_BACKWARD."""
+def peaks(ranks: int, rank: int, least: tuple[int, int, int], **mask: Any) -> Peaks:
+    """Of the second call of its kind; ``least``: for LEAST_FORWARD, LEAST_BACKWARD and LEAST_OF_TWO."""
     with hopper(Recorder()) as fresh, ExitStack() as stack:
         fresh()
         stack.enter_context(patch.object(groups, "compared"))
-        for name in ("P2POp", "batch_isend_irecv"):
-            stack.enter_context(patch.object(torch.distributed, name, lambda *_, **__: ()))  # a mock would keep the tensors
-        stack.enter_context(patch.multiple(ring, LEAST_FORWARD=least[0], LEAST_BACKWARD=least[1]))
+        stack.enter_context(patch.object(torch.distributed, "all_to_all_single", lambda *_, **__: None))  # a mock keeps tensors
+        stack.enter_context(patch.multiple(ring, LEAST_FORWARD=least[0], LEAST_BACKWARD=least[1], LEAST_OF_TWO=least[2]))
         plan = planned(ROWS * ranks, ranks, rank, "a group", method="ring", **mask)
         q, k, v = [torch.zeros(1, ROWS, n, HEAD_DIM).bfloat16().requires_grad_() for n in (HEADS, HEADS_KV, HEADS_KV)]
         dout = torch.zeros_like(q)
@@ -85,18 +84,16 @@ def formula(groups_forward: int, groups_backward: int) -> Peaks:
 
     Forward: out; of a group out in fp32, a block's out, keys and values here, on their way, and sent. Backward: dq, dk and dv,
     which one group has in fp32 alone; of a group dq in fp32, a block's dq, the same in fp32 within its kernel, a block's dk and
-    dv, their sums in fp32, keys and values here, on their way, and sent, gradients on their way back, and sent. From the third
-    group on the last one's sums live until a block of the next is computed, which has the rank's own keys.
+    dv, their sums in fp32, keys and values here, on their way, and sent, gradients on their way back, and sent.
     """
     forward = Q + (3 * Q + 3 * KV) // groups_forward
-    blocks = 9 if groups_backward > 2 else 8
-    return Peaks(forward, (groups_backward > 1) * (Q + KV) + (5 * Q + blocks * KV) // groups_backward)
+    return Peaks(forward, (groups_backward > 1) * (Q + KV) + (5 * Q + 8 * KV) // groups_backward)
 
 
 def check_formula() -> None:
     fp32 = ROWS * HEADS * HEAD_DIM * 4
     for counts in ((1, 1), (2, 2), (4, 4), (2, 8)):
-        found, want = peaks(4, 1, (fp32 // counts[0], fp32 // counts[1])), formula(*counts)
+        found, want = peaks(4, 1, (fp32 // counts[0], *[fp32 // counts[1]] * 2)), formula(*counts)
         for count, most, least in zip(counts, found, want, strict=True):
             beside = ROWS * HEADS * 4 * (1 + STATISTICS // count)
             assert least <= most <= least + beside, (counts, found, want, beside)
@@ -104,12 +101,12 @@ def check_formula() -> None:
 
 def check_bar() -> None:
     """Proportions are those of the call that the bar is for, and so are groups."""
-    least = ring.LEAST_FORWARD * ROWS // MEASURED, ring.LEAST_BACKWARD * ROWS // MEASURED
+    least = [getattr(ring, f"LEAST_{name}") * ROWS // MEASURED for name in ("FORWARD", "BACKWARD", "OF_TWO")]
     bar = BAR * (4 * Q + 3 * KV)  # q, out, dout and dq; dk and dv; two blocks of keys and values
     masks: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (ROWS, 0)})
     for ranks, rank in ((2, 1), (4, 0), (6, 5)):
         for mask in masks:
-            forward, backward = peaks(ranks, rank, least, **mask)
+            forward, backward = peaks(ranks, rank, (least[0], least[1], least[2]), **mask)
             assert 2 * Q + forward <= bar, (ranks, rank, mask, forward / Q)  # with q and dout
             assert 3 * Q + backward <= bar, (ranks, rank, mask, backward / Q)  # and out
 

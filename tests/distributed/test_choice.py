@@ -41,10 +41,16 @@ def test_the_backward_pass_counts_whether_or_not_gradients_are_wanted() -> None:
 
 
 def test_keys_that_are_kept_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = 4, 16, 4, True, {}, {"causal": True}
+    call = 4, 16, 4, True, {}, {"mask": masks.PrefixLM(ROWS)}
     sent = costs(*call)["gather"][1]
     monkeypatch.setattr(gather, "KEPT", 1)
     assert costs(*call)["gather"][1] == sent // 2
+
+
+def test_causal_gradients_come_back_under_own_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where keys are kept, what a backward pass adds is a sum of two terms of dq."""
+    monkeypatch.setattr(gather, "KEPT", 1)
+    assert costs(4, 16, 4, True, {}, {"causal": True})["gather"][1] == 3 * ROWS * 16 * 128 * 2 // 8
 
 
 def test_two_groups_wait_for_half_of_the_heads_and_copy_dq(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Sharded calls on GPUs, a process each, over NCCL: drawn ones against one device's model.
 
-Nearly every call compiles Triton kernels of its own, on one core: several worlds share the calls, and what is compiled.
+The same ones each time, so that `python -m tests.gpu_modules --cache FOLDER tests/distributed/test_gpu_ranks.py` builds what
+they load; what Triton takes is compiled as they run, by several worlds side by side, each a few calls on cores of its own.
+`python -m tests.distributed.drawn` draws others.
 """
 
 from __future__ import annotations
@@ -19,16 +21,20 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 
 
-CALLS, MOST_WORLDS = 60, 10
+CALLS, SEED, MOST_WORLDS = 24, 2311, 8
 
 
 def test_drawn_calls() -> None:
     ranks = torch.cuda.device_count()
     if ranks < 2:
         pytest.skip("needs two GPUs")
+    run(ranks, CALLS, SEED)
+
+
+def run(ranks: int, calls: int, seed: int) -> None:
+    """In as many worlds as the host has cores for."""
     worlds = max(1, min(MOST_WORLDS, len(os.sched_getaffinity(0)) // (2 * ranks)))
-    cuts = [CALLS * n // worlds for n in range(worlds + 1)]
-    seed = torch.seed() % 2**31
+    cuts = [calls * n // worlds for n in range(worlds + 1)]
     command = [sys.executable, "-m", "tests.distributed.drawn", str(ranks)]
     running = []
     for first, past in pairwise(cuts):

@@ -119,7 +119,10 @@ def _gather(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
     groups = gather.head_groups(heads, found, backward=True)
     kept = not forward and gather.few(sharded, q, k, v)
     wide = torch.promote_types(q.dtype, torch.float32).itemsize // q.element_size() if back else 1
-    parts = 2 * sharded.queries.longest * q.shape[0] * q.shape[2] * q.shape[3] * q.element_size() if len(groups) > 1 else 0
+    dq = sharded.queries.longest * q.shape[0] * q.shape[2] * q.shape[3] * q.element_size()
+    if kept and sharded.causal:
+        return there, 3 * dq * _MEMORY  # gradients are on their way under own keys, and two terms of dq are added
+    parts = 2 * dq if len(groups) > 1 else 0
     sent = 0.0 if kept else _of_group(found.taken, groups, 0)
     return there, sent + wide * _of_group(found.taken, groups, -1) + parts * _MEMORY
 
@@ -144,7 +147,7 @@ def _ring(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
     ranks = range(len(sharded.queries.counts))
     blocks = max(sum(bool(sharded.needed(reader, source)) for source in ranks) for reader in ranks)
     rows = blocks * sharded.queries.longest * q.shape[0] * q.shape[2] * _MEMORY
-    groups = ring.group_count(sharded.queries.longest, q, k.shape[2], q.shape[3], ring.LEAST_BACKWARD)
+    groups = ring.backward_groups(sharded, q, k.shape[2])
     # Gradients of the last group's keys, in their own dtype.
     last = sharded.keys.longest * q.shape[0] * k.shape[2] // groups * (k.shape[3] + v.shape[3]) * k.element_size()
     return rows * v.shape[3] * _MERGED, rows * q.shape[3] * _ADDED + last + (groups - 1) * blocks * _AGAIN

@@ -148,11 +148,7 @@ class Exchanging(Pending):
     def __init__(self, group: Any, plan: Exchange, *tensors: Tensor) -> None:
         like, shape, first = tensors[0], _beside(tensors), length_of(plan.before)
         self.received = slice(first, first + sum(plan.taken))
-        sent = like.new_empty((len(plan.rows), *shape))
-        if len(plan.runs) <= FEW_SEGMENTS:
-            put_beside(sent, tensors, plan.runs)
-        else:
-            torch.index_select(torch.cat(tensors, -1).transpose(0, 1), 0, plan.rows, out=sent)
+        sent = beside(tensors, plan.runs, plan.rows)
         self.found = like.new_empty((self.received.stop + length_of(plan.own), *shape))
         self._own: tuple[Exchange, Sequence[Tensor]] | None = plan, tensors
         work = None
@@ -181,8 +177,8 @@ class Exchanging(Pending):
 class Returning(Pending):
     """Gradients of what ``Exchanging`` brought, on their way back, as ``dtype``; those of own keys stay."""
 
-    def __init__(self, group: Any, plan: Exchange, dtype: torch.dtype, count: int, *tensors: Tensor) -> None:
-        """``count``: this rank's keys."""
+    def __init__(self, group: Any, plan: Exchange, dtype: torch.dtype, *tensors: Tensor) -> None:
+        """Others' rows are the first ones of ``tensors``."""
         taken = sum(plan.taken)
         sent = tensors[0].new_empty((taken, *_beside(tensors)), dtype=dtype)
         put_beside(sent, [t[:, :taken].to(dtype) for t in tensors], [(0, taken)])
@@ -191,9 +187,13 @@ class Returning(Pending):
         if not plan.idle:
             work = dist.all_to_all_single(self._found, sent, plan.counts, plan.taken, group=group, async_op=True)
         super().__init__([work], sent)
-        self._totals = [t[:, taken:] for t in tensors]
-        if taken or plan.own != [(0, count)]:  # a view would keep others' alive
-            self._totals = [self._placed(t, count) for t in self._totals]
+
+    def put_own(self, count: int, *tensors: Tensor) -> None:
+        """Gradients of the rows that the rank sees itself, before ``result``; ``count``: its keys."""
+        self._totals = list(tensors)
+        whole = self._plan.own == [(0, count)]
+        if not whole or any([t.untyped_storage().nbytes() > t.nbytes for t in tensors]):  # a view would keep others' alive
+            self._totals = [self._placed(t, count) for t in tensors]
 
     def _placed(self, own: Tensor, count: int) -> Tensor:
         """Gradients of the rows that the rank sees itself among those of all its rows."""
@@ -262,6 +262,16 @@ def _beside(tensors: Sequence[Tensor]) -> tuple[int, int, int]:
     return batch, heads, sum([t.shape[-1] for t in tensors])
 
 
+def beside(tensors: Sequence[Tensor], runs: Sequence[Run], rows: Tensor | None = None) -> Tensor:
+    """Rows of tensors (batch, rows, heads, ·) side by side, rows first: those of ``runs``, which ``rows`` has as numbers."""
+    room = tensors[0].new_empty((length_of(runs), *_beside(tensors)))
+    if rows is None or len(runs) <= FEW_SEGMENTS:
+        put_beside(room, tensors, runs)
+    else:
+        torch.index_select(torch.cat(list(tensors), -1).transpose(0, 1), 0, rows, out=room)
+    return room
+
+
 def put_beside(room: Tensor, tensors: Sequence[Tensor], runs: Sequence[Run]) -> None:
     """Write rows of tensors (batch, rows, heads, ·) side by side to (rows, batch, heads, ·), one run behind the other."""
     whole, parts, at = room, list(tensors), 0
@@ -311,20 +321,22 @@ def exchange(group: Any, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequ
 
 
 class Passing(Pending):
-    """Contiguous tensors sent to one rank, while others of a dtype come from another; either may be none."""
+    """Rows of tensors sent to one rank, while ``count`` come from another; either may be none.
 
-    def __init__(
-        self, group: Any, sent: Sequence[Tensor], to: int, shapes: Sequence[tuple[int, ...]], source: int, dtype: torch.dtype
-    ) -> None:
-        self._found = [sent[0].new_empty(shape, dtype=dtype) for shape in shapes]
-        works = [dist.P2POp(dist.isend, t, group=group, group_peer=to) for t in sent if t.numel()]
-        works += [dist.P2POp(dist.irecv, t, group=group, group_peer=source) for t in self._found if t.numel()]
-        super().__init__(dist.batch_isend_irecv(works) if works else [], *sent)
+    It is a collective, of which every rank gives and takes what it has: one message each way, and one call of the backend's.
+    """
+
+    def __init__(self, group: Any, ranks: int, sent: Tensor, to: int, count: int, source: int, sizes: Sequence[int]) -> None:
+        """``sent``: tensors of ``sizes`` side by side, rows first."""
+        self._sizes, self._found = sizes, sent.new_empty((count, *sent.shape[1:]))
+        given, taken = [0] * ranks, [0] * ranks
+        given[to], taken[source] = len(sent), count
+        super().__init__([dist.all_to_all_single(self._found, sent, taken, given, group=group, async_op=True)], sent)
 
     def result(self) -> list[Tensor]:
-        """What came, once: it lives as long as the caller's."""
+        """What came, once, as (batch, rows, heads, ·) views: it lives as long as the caller's."""
         self.wait()
-        found, self._found = self._found, []
+        found, self._found = split_beside(self._found, self._sizes), self._found[:0]
         return found
 
 

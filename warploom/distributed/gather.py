@@ -106,7 +106,7 @@ class Keys(NamedTuple):
 
     Attributes:
         tensors: k and v of this rank; or, side by side, what it sees of all ranks', a group of heads each; or k and v and
-            what it sees of others'.
+            what it sees of others', a group of heads each.
         gathered: whether it is one of the latter two.
         dims: of a head, of k and of v.
         apart: whether it is the last.
@@ -150,6 +150,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
             keys = keys._replace(tensors=(k, v, documents.alone(others)), gathered=True, apart=True)
         return out, lse, keys
     kept: list[Tensor] | None = [] if keeps else None
+    apart, taken = keeps and call.sharded.causal, sum(call.sharded.exchange.taken) if keeps else 0
 
     def compute(group: Group) -> None:
         heads = group.heads
@@ -157,16 +158,20 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
         given = (q[:, :, heads], group.keys, group.values, some, group.pieces)
         local.write(call.run, *given, out[:, :, heads], lse[:, heads])
         if kept is not None and group.beside is not None:
-            kept.append(group.beside)
+            kept.append(group.beside[:taken] if apart else group.beside)
 
     _by_groups(call, q, keys, found, compute, at_once=at_once)
-    return out, lse, keys if kept is None else keys._replace(tensors=tuple(kept), gathered=True)
+    if kept is None:
+        return out, lse, keys
+    return out, lse, keys._replace(tensors=(k, v, *kept) if apart else tuple(kept), gathered=True, apart=apart)
 
 
 def backward(
     call: Call, q: Tensor, keys: Keys, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this rank's q, k and v, in their dtypes or wider; those of k and v are summed in fp32 or wider."""
+    if keys.apart and call.sharded.causal:
+        return _apart(call, q, keys, (dout, dlse, out, lse))
     if keys.apart:
         keys = _joined(call.sharded.exchange, keys)
     dq, dk, dv = local.Heads(q.shape[2]), *[local.Heads(keys_heads(keys)) for _ in range(2)]
@@ -196,7 +201,8 @@ def backward(
             if group.beside is None:
                 back = Scattering(call.group, call.keys, call.key_places, count, *of_keys)
             else:
-                back = Returning(call.group, call.sharded.exchange, q.dtype, count, *of_keys)
+                back = Returning(call.group, call.sharded.exchange, q.dtype, *of_keys)
+                back.put_own(count, *[t[:, sum(call.sharded.exchange.taken) :] for t in of_keys])
             del of_keys
             finish()  # while those are on their way
             pending.append((group.heads_kv, back))
@@ -224,6 +230,30 @@ def amount(sharded: Sharded, q: Tensor, heads_kv: int, dims: int, in_order: bool
     taken = sharded.most_taken * token
     seconds = sharded.visible * batch * heads * dims * 2 / len(sharded.queries.counts) / SPEED
     return Amount(taken + sharded.keys.longest * token, taken, seconds)
+
+
+def _apart(
+    call: Call, q: Tensor, keys: Keys, upstream: tuple[Tensor, Tensor | None, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A causal call's gradients: others' keys first, whose gradients are on their way back while own ones are computed.
+
+    Either is a call that kernels know better than the columns of both: of no mask, if others' keys are seen by the same rows,
+    and causal. That pays for the second launch, and for a sum of two terms of dq.
+    """
+    k, v, *others = keys.tensors
+    others_k, others_v = of_keys = split_beside(_of_heads(others, (0, k.shape[2])), keys.dims)
+    pieces, parts = call.sharded.against_others(), list[Tensor]()
+    for piece in pieces:  # one, or none
+        part, *of_keys = local.gradients(call.run, (q, others_k, others_v), upstream, piece)
+        parts.append(part)
+    back = Returning(call.group, call.sharded.exchange, q.dtype, *of_keys)
+    del of_keys, others_k, others_v
+    dq, *own = local.backward(call.run, q, k, v, *upstream, call.sharded.against_own(k.shape[0] * k.shape[2]))
+    back.put_own(call.keys.counts[call.rank], *own)
+    for piece, part in zip(pieces, parts, strict=True):
+        dq[:, slice(*piece.rows)].add_(part)
+    dk, dv = back.result()
+    return dq, dk, dv
 
 
 def _joined(exchange: Exchange, keys: Keys) -> Keys:

@@ -136,11 +136,11 @@ def backward(
     runs = [piece.rows for piece in pieces]
     if len(pieces) == 1 and pieces[0].among is None and pieces[0].keys == (0, k.shape[1]):
         if total is not None:
-            of_q, *of_keys = _gradients(run, given, upstream, pieces[0])
-            total[:, slice(*runs[0])] += of_q
+            of_q, *of_keys = gradients(run, given, upstream, pieces[0])
+            total[:, slice(*runs[0])].add_(of_q)
             return total, of_keys[0], of_keys[1]
         if runs[0] == (0, q.shape[1]):
-            return _gradients(run, given, upstream, pieces[0])
+            return gradients(run, given, upstream, pieces[0])
     apart = total is None and _apart(runs)
     dq = total
     if dq is None:
@@ -148,7 +148,7 @@ def backward(
     dk, dv = (_blank(t, wide(t), len(pieces) == 1 and pieces[0].keys == (0, t.shape[1])) for t in (k, v))
     for piece in pieces:
         rows, keys = slice(*piece.rows), slice(*piece.keys)
-        of_q, *of_keys = _gradients(run, given, upstream, piece)
+        of_q, *of_keys = gradients(run, given, upstream, piece)
         if apart:
             dq[:, rows] = of_q
         else:
@@ -162,7 +162,7 @@ def backward(
     return dq, dk, dv
 
 
-def _gradients(
+def gradients(
     run: Run,
     tensors: tuple[Tensor, Tensor, Tensor],
     upstream: tuple[Tensor, Tensor | None, Tensor, Tensor],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,6 +22,10 @@ from warploom.masks.intervals import ResolvedMask, finish, visible_per_column
 # Up to so many runs of queries are calls of their own, under their band: kernels know a band better than its columns.
 MOST_RUNS = 2
 _FEW = 16  # pairs of runs that are worth looking at for that
+# Keys of all heads of a causal call, from which on its blocks of 128 fill a device's processors (132 of an H200) three times:
+# the longest does not outlast the others.
+MANY_KEYS = 3 * 132 * 128
+_NO_MASK = ResolvedMask(None, None, None, None, None, None)
 
 
 class Sequences(NamedTuple):
@@ -231,6 +236,7 @@ class Sharded:
         self._needed: dict[tuple[int, int], tuple[Run, ...]] = {}
         self._rows: dict[int, Tensor] = {}
         self._runs: dict[int, list[Run]] = {}
+        self._idle: dict[int, bool] = {}
         self.launchers: dict[Hashable, Any] = {}  # of its pieces, as `local.Run` has them
         self.kept: dict[str, Any] = {}  # what others work out of it once
 
@@ -251,6 +257,32 @@ class Sharded:
             return [] if piece is None else [piece]
 
         return self._placed(("exchanged",), make)
+
+    @cached_property
+    def causal(self) -> bool:
+        """Whether rows are those of the keys and see all before them: so a rank's own are a causal call again."""
+        left, right, *vectors = self.whole.mask
+        alone = self.whole.starts is None and left is None and right == 0 and all([t is None for t in vectors])
+        return alone and self.queries == self.keys
+
+    def against_others(self) -> tuple[Piece, ...]:
+        """This rank's queries against the keys that come from others, as `Exchanging` brings them, of a causal call.
+
+        Those that lie between the same two of its runs are all seen by the same rows.
+        """
+
+        def make() -> list[Piece]:
+            runs = [run for source in self.others for run in self.needed(self.rank, source)]
+            if not runs:
+                return []
+            before, rows = self.queries.before(self.rank), self.queries.counts[self.rank]
+            firsts = {int(before[end]) for _, end in runs}
+            if len(firsts) == 1:
+                return [Piece((firsts.pop(), rows), (0, length_of(runs)), _NO_MASK)]
+            piece = column_piece(self.whole, self.queries, self.rank, runs)
+            return [] if piece is None else [piece]
+
+        return self._placed(("others",), make)
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -303,6 +335,36 @@ class Sharded:
         """This rank's queries against what it needs of another's keys, or of its own."""
         needed = self.needed(self.rank, source)
         return self._placed(("against", source), lambda: pieces(self.whole, self.queries, self.rank, needed))
+
+    def against_own(self, heads_kv: int | None = None) -> tuple[Piece, ...]:
+        """This rank's queries against its own keys; in a backward pass of so many heads.
+
+        Of a causal call these are one again; few blocks of keys are columns backward, whose long ones kernels cut.
+        """
+        needed, count = self.needed(self.rank, self.rank), self.queries.counts[self.rank]
+        if not self.causal or not needed:
+            return self.against(self.rank)
+        few = heads_kv is not None and heads_kv * count < MANY_KEYS
+
+        def make() -> list[Piece]:
+            cut = column_piece(self.whole, self.queries, self.rank, needed) if few else None
+            return [cut or Piece((0, count), (0, count), _NO_MASK._replace(right=0))]
+
+        return self._placed(("own", few), make)
+
+    def idle(self, step: int) -> bool:
+        """Whether no rank needs any key of the one ``step`` before."""
+        ranks = len(self.keys.counts)
+        if step not in self._idle:
+            self._idle[step] = not any([self.needed(rank, (rank - step) % ranks) for rank in range(ranks)])
+        return self._idle[step]
+
+    @cached_property
+    def most_blocks(self) -> int:
+        """Ranks whose keys one rank needs, or that need the keys of one, its own too: of the rank that has most."""
+        ranks = range(len(self.keys.counts))
+        pairs = [(reader, source) for reader in ranks for source in ranks if self.needed(reader, source)]
+        return max([0, *Counter([reader for reader, _ in pairs]).values(), *Counter([source for _, source in pairs]).values()])
 
     def needed(self, rank: int, source: int) -> tuple[Run, ...]:
         """The keys of ``source`` that ``rank`` sees something of: runs of the whole, in steps of a chunk."""

@@ -20,14 +20,15 @@ from torch import Tensor
 
 from warploom.distributed import local
 from warploom.distributed.call import Call
-from warploom.distributed.collectives import MOST_SEGMENTS, Passing
+from warploom.distributed.collectives import MOST_SEGMENTS, Passing, beside
 from warploom.distributed.layout import length_of
-from warploom.distributed.pieces import Piece
+from warploom.distributed.pieces import Piece, Sharded
 
 # Bytes that a group's out, or dq, has in fp32 at least. A backward pass has one and a half times as much again for a group, a
 # forward pass half, beside keys and values. 64 heads over 8 of 128, 8192 rows, two H200: 658 MiB and 24.9 ms backward in 8
 # groups; one key head's blocks do not fill the processors, and the host launches slower than these kernels run (`choice`).
 LEAST_FORWARD, LEAST_BACKWARD = 2**27, 2**25
+LEAST_OF_TWO = 2**26
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -35,13 +36,12 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
     batch, rows, heads_q, _ = q.shape
     out = q.new_empty((batch, rows, heads_q, v.shape[-1]))
     lse = torch.empty((batch, heads_q, rows), dtype=local.wide(q), device=q.device)
-    groups = _groups(call, q, k.shape[2], v.shape[-1], LEAST_FORWARD)
-    blocks = _blocks(call, k, v, groups)
+    groups = _groups(q, k, group_count(call.queries.longest, q, k.shape[2], v.shape[-1], LEAST_FORWARD))
+    blocks = _blocks(call, k, v, groups, call.sharded.against_own())
     for group in groups:
         some = q[:, :, group.of_q]
         merged = local.Merged(some, v.shape[-1])
-        for _ in range(call.ranks):
-            pieces, keys, values = next(blocks)
+        for _, pieces, keys, values in _of_group(call, blocks):
             for part in local.forward(call.run, some, keys, values, None, group.cut(call, pieces)):
                 merged.add(*part)
                 del part  # before the next piece has its own
@@ -71,23 +71,23 @@ def backward(
         for whole, part, t in zip((dk, dv), of_keys, (k, v), strict=True):
             whole.put(heads, part, t.dtype)
 
-    groups = _groups(call, q, k.shape[2], q.shape[3], LEAST_BACKWARD)
-    blocks = _blocks(call, k, v, groups)
+    two = call.sharded.most_blocks <= 2
+    groups = _groups(q, k, backward_groups(call.sharded, q, k.shape[2]))
+    blocks = _blocks(call, k, v, groups, call.sharded.against_own(k.shape[0] * k.shape[2] // len(groups)))
     for group in groups:
         heads = group.of_q
         upstream = dout[:, :, heads], None if dlse is None else dlse[:, heads], out[:, :, heads], lse[:, heads]
-        sums = [torch.zeros(t.shape, dtype=local.wide(t), device=t.device) for t in (q[:, :, heads], *group.of_keys(k, v))]
-        for step in range(call.ranks):
-            pieces, keys, values = next(blocks)
-            given = (q[:, :, heads], keys, values, *upstream, group.cut(call, pieces), sums[0])
-            parts = local.backward(call.run, *given)[1:]
+        sums: list[Tensor] = []
+        for step, pieces, keys, values in _of_group(call, blocks):
+            given = (q[:, :, heads], keys, values, *upstream, group.cut(call, pieces), sums[0] if sums else None)
+            of_q, *parts = local.backward(call.run, *given)
             del keys, values, given
             finish()
             if step == 0:
-                _add(call, call.rank, sums[1:], parts)
+                sums = [of_q if two else of_q.to(local.wide(q)), *_own_sums(call, group.of_keys(k, v), parts, two)]
             else:
                 pending.append(partial(_add_returned, call, step, sums[1:], _returning(call, step, k.dtype, parts)))
-            del parts
+            del of_q, parts
         dq.put(heads, sums[0], q.dtype)
         pending.append(partial(put, group.of_kv, sums[1:]))
         del sums
@@ -117,31 +117,49 @@ def group_count(rows: int, q: Tensor, heads_kv: int, head_dim: int, least: int) 
     return max([n for n in range(1, heads_kv + 1) if heads_kv % n == 0 and nbytes // n >= least], default=1)
 
 
-def _groups(call: Call, q: Tensor, heads_kv: int, head_dim: int, least: int) -> list[_Group]:
-    count = group_count(call.queries.longest, q, heads_kv, head_dim, least)
+def backward_groups(sharded: Sharded, q: Tensor, heads_kv: int) -> int:
+    """Groups of a backward pass, the same on every rank."""
+    least = LEAST_OF_TWO if sharded.most_blocks <= 2 else LEAST_BACKWARD
+    return group_count(sharded.queries.longest, q, heads_kv, q.shape[3], least)
+
+
+def _groups(q: Tensor, k: Tensor, count: int) -> list[_Group]:
+    heads_kv = k.shape[2]
     of_q, of_kv = q.shape[2] // count, heads_kv // count
     return [_Group(slice(n * of_q, (n + 1) * of_q), slice(n * of_kv, (n + 1) * of_kv), heads_kv) for n in range(count)]
 
 
 class _Block(NamedTuple):
+    step: int
     pieces: tuple[Piece, ...]
     keys: Tensor
     values: Tensor
 
 
-def _blocks(call: Call, k: Tensor, v: Tensor, groups: Sequence[_Group]) -> Iterator[_Block]:
-    """For each group, rank by rank from this one down; what they hold lives as long as the caller's.
+def _blocks(call: Call, k: Tensor, v: Tensor, groups: Sequence[_Group], own: tuple[Piece, ...]) -> Iterator[_Block]:
+    """For each group, rank by rank from this one down, without those that no rank needs anything of.
 
-    The next block is on its way by then, if it is another rank's.
+    What they hold lives as long as the caller's. The next block is on its way by then, if it is another rank's.
     """
-    turns = [(group, step) for group in groups for step in range(call.ranks)]
+    turns = [(group, step) for group in groups for step in _steps(call)]
     coming: Passing | None = None
     for (group, step), (then, further) in zip(turns, [*turns[1:], (groups[0], 0)], strict=True):
         here, coming = coming, None
         if further:
             coming = _passing(call, then.of_keys(k, v), further)
-        pieces = call.sharded.against((call.rank - step) % call.ranks)
-        yield _Block(pieces, *(_own(call, group.of_keys(k, v)) if here is None else here.result()))
+        if here is None:
+            yield _Block(step, own, *_own(call, group.of_keys(k, v)))
+        else:
+            yield _Block(step, call.sharded.against((call.rank - step) % call.ranks), *here.result())
+
+
+def _steps(call: Call) -> list[int]:
+    return [step for step in range(call.ranks) if step == 0 or not call.sharded.idle(step)]
+
+
+def _of_group(call: Call, blocks: Iterator[_Block]) -> Iterator[_Block]:
+    """Its blocks of all."""
+    return (next(blocks) for _ in _steps(call))
 
 
 def _own(call: Call, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -156,21 +174,30 @@ def _passing(call: Call, tensors: Sequence[Tensor], step: int) -> Passing:
     """This rank's keys and values to the one ``step`` further, which sees some, while those of the one ``step`` before come."""
     target, source = (call.rank + step) % call.ranks, (call.rank - step) % call.ranks
     count = length_of(call.sharded.needed(call.rank, source))
-    shapes = [(t.shape[0], count, *t.shape[2:]) for t in tensors]
-    sent = [t.index_select(1, call.sharded.rows(target)) for t in tensors]
-    return Passing(call.group, sent, target, shapes, source, tensors[0].dtype)
+    sent = beside(tensors, call.sharded.held(target), call.sharded.rows(target))
+    return Passing(call.group, call.ranks, sent, target, count, source, [t.shape[3] for t in tensors])
 
 
 def _returning(call: Call, step: int, dtype: torch.dtype, parts: Sequence[Tensor]) -> Passing:
     """Gradients of the keys that came ``step`` ranks far, back to their rank, while those of this rank's come back."""
     target, source = (call.rank + step) % call.ranks, (call.rank - step) % call.ranks
     count = length_of(call.sharded.held(target))
-    shapes = [(part.shape[0], count, *part.shape[2:]) for part in parts]
-    return Passing(call.group, [part.to(dtype).contiguous() for part in parts], source, shapes, target, dtype)
+    sent = beside([part.to(dtype) for part in parts], [(0, parts[0].shape[1])])
+    return Passing(call.group, call.ranks, sent, source, count, target, [part.shape[3] for part in parts])
 
 
 def _add_returned(call: Call, step: int, sums: Sequence[Tensor], coming: Passing) -> None:
     _add(call, (call.rank + step) % call.ranks, sums, coming.result())
+
+
+def _own_sums(call: Call, own: Sequence[Tensor], parts: Sequence[Tensor], two: bool) -> list[Tensor]:
+    """What this rank's queries give its own keys, as sums begin: in the terms' dtype where they have ``two``, else wider."""
+    dtypes = [part.dtype if two else local.wide(t) for part, t in zip(parts, own, strict=True)]
+    if call.sharded.held(call.rank) == [(0, own[0].shape[1])]:
+        return [part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+    sums = [torch.zeros(t.shape, dtype=dtype, device=t.device) for t, dtype in zip(own, dtypes, strict=True)]
+    _add(call, call.rank, sums, parts)
+    return sums
 
 
 def _add(call: Call, reader: int, sums: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -182,5 +209,5 @@ def _add(call: Call, reader: int, sums: Sequence[Tensor], parts: Sequence[Tensor
             continue
         at = 0
         for a, b in runs:
-            total[:, a:b] += part[:, at : at + b - a]
+            total[:, a:b].add_(part[:, at : at + b - a])
             at += b - a
