@@ -22,7 +22,7 @@ DURATIONS = {"seconds", "ms", "elapsed", "duration", "duration_ms", "wall", "wal
 ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 HOUR = 3600
 # Commands with a budget of seconds, which end what hangs; only their tests are meant.
-COMMANDS = {ROOT / "tests" / name for name in ("fuzz", "sanitize", "integrations/sweep")}
+COMMANDS = {ROOT / "tests" / name for name in ("campaign", "fuzz", "sanitize", "integrations/sweep")}
 
 
 def collected() -> list[Path]:

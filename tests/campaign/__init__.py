@@ -1,0 +1,1 @@
+"""GPU tests in several processes at once; ``__main__`` is the command."""
