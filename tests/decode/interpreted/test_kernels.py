@@ -189,7 +189,7 @@ def test_bits_do_not_depend_on_who_takes_groups(page_size: int | None, monkeypat
 def test_bits_do_not_depend_on_who_takes_whole_sequences(halved: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of one group, taken whole by no program, and from seven eighths of the capacity on, or a key less.
 
-    Rows that are not paged, and numbers of heads that are powers of two, are never taken so.
+    Over pages numbers of heads that are powers of two are never taken so, and rows only on a GPU.
     """
     seed = random.randrange(2**31)
     results = []
@@ -226,9 +226,12 @@ def test_bits_do_not_depend_on_a_loop_over_one_unit(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), seed
 
 
-@pytest.mark.parametrize("batch,programs", [(1, 16), (2, 16), (3, 10), (64, 10), (205, 9)])
+@pytest.mark.parametrize("batch,programs", [(1, 16), (2, 16), (3, 8), (4, 10), (64, 10), (205, 9)])
 def test_first_programs_walk_two_units(batch: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a sequence's 16 splits, times a key head and the batch, are more than 36: three programs on 12 multiprocessors."""
+    """Where a sequence's 16 splits, times a key head and the batch, are more than 36: three programs on 12 multiprocessors.
+
+    All walk two where that makes two programs on each at the most.
+    """
     shrink(monkeypatch)
     monkeypatch.setattr(plan, "_processors", lambda device: 12)
     monkeypatch.setattr(plan, "_PROGRAMS", 2048)
@@ -240,19 +243,37 @@ def test_first_programs_walk_two_units(batch: int, programs: int, monkeypatch: p
 
 @pytest.mark.parametrize(
     "processors,head_dim,pages,stages",
-    [(15, 128, 0, 2), (16, 128, 0, 3), (21, 128, 0, 3), (22, 128, 0, 2), (64, 128, 0, 2), (16, 64, 0, 2), (16, 128, 1, 2)],
+    [(9, 128, 0, 2), (10, 128, 0, 3), (13, 128, 0, 3), (14, 128, 0, 2), (15, 128, 0, 2), (12, 64, 0, 2), (12, 128, 1, 2)],
 )
 def test_a_stage_more_where_it_saves_a_round(
     processors: int, head_dim: int, pages: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 programs, of which a multiprocessor holds two with it and three without; of middle head dims, not over pages."""
-    shrink(monkeypatch, _WALKING=8)
+    """40 programs, of which a multiprocessor holds two with it and three without; of middle head dims, not over pages."""
+    shrink(monkeypatch)
     monkeypatch.setattr(plan, "_processors", lambda device: processors)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "plan", lambda shape: plan.plan(shape._replace(device=0, table_width=pages)))
     c = Case(0, [512] * 4, heads_q=2, heads_kv=1, head_dim=head_dim, dtype=torch.float16)
     p = launch._plan_of(_args(c.q(), c.cache()))[0]
-    assert p.grid == (4, 16) and p.split._constants["num_stages"] == stages
+    assert p.grid == (4, 10) and p.split._constants["num_stages"] == stages
+
+
+@pytest.mark.parametrize(
+    "batch,head_dim,pages,whole",
+    [(24, 128, 0, True), (23, 128, 0, False), (27, 128, 0, False), (24, 64, 0, False), (24, 128, 1, False)],
+)
+def test_whole_sequences_of_rows_where_all_run_at_once(
+    batch: int, head_dim: int, pages: int, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 13 multiprocessors two programs on each, and from 24 of them on; with a stage more than splits would have."""
+    shrink(monkeypatch, _ALIKE=24)
+    monkeypatch.setattr(plan, "_processors", lambda device: 13)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "plan", lambda shape: plan.plan(shape._replace(device=0, table_width=pages)))
+    c = Case(0, [256] * batch, heads_q=2, heads_kv=1, head_dim=head_dim, dtype=torch.float16)
+    p = launch._plan_of(_args(c.q(), c.cache()))[0]
+    assert p.whole == whole and p.grouped == (256 * batch // 8 * 7 if whole else 0)
+    assert p.split._constants["num_stages"] == 2 + whole
 
 
 def test_bits_do_not_depend_on_neighbours_or_layout(monkeypatch: pytest.MonkeyPatch) -> None:

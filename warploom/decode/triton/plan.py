@@ -36,8 +36,9 @@ _SHARE = (
 _SHORT, _FEW = 2048, 120
 # So many groups, of one a sequence, are enough where sequences fill seven eighths of the cache (programs are of like work), lie
 # in small pages, and heads of a key are no power of two: such programs have 200 registers, two are on a multiprocessor, and
-# all run at once. On an H200 32 sequences of 4,096 over pages of 16 took 137.5 us for 149.2 (40 heads over 8), but in rows,
-# where three run, 157 for 144, and 40 sequences of 100 to 4,000 in rows 105.5 for 95.5.
+# all run at once. On an H200 32 sequences of 4,096 over pages of 16 took 137.5 us for 149.2 (40 heads over 8). In rows, of any
+# heads, so many that all run at once, two on a multiprocessor, are enough, with four stages: 131.9 us for 139.2, with 32 heads
+# 132.1 for 136.3. With three stages, of which three programs would fit, it took 157.
 _ALIKE = 240
 # Groups from which on sequences that have several are taken by groups: fewer are too few rounds, whose last one is long.
 _MANY = 1000
@@ -148,9 +149,10 @@ def plan(shape: Shape) -> Plan:
         items = s.heads_kv * chunks * max(min(s.capacity // c.split, c.max_splits), halves // half)
         max_units = max(max_splits, -(-halves // half))
     pdl = s.device is not None and torch.cuda.get_device_capability(s.device)[0] >= 9
-    # Where sequences of one group may be taken split by split, three programs a multiprocessor end sooner than two.
+    # Over pages, where sequences of one group may be taken split by split, three programs a multiprocessor end sooner than two.
     # So they do with FP8 in rows: on an H200 16 sequences of 8,192 took 78.4 us for 79.2, of head_dim 256 139.6 for 143.2.
-    deep = (grouped > 0 and not single and (not _pairs(s) or s.table_width > 0)) or _deeper(pairs * programs, c, s)
+    three = single if s.table_width else _pairs(s)
+    deep = (grouped > 0 and not three) or _deeper(pairs * programs, c, s)
     once = programs >= units and not blocks and _spared(c, s) and (units == 1 or _at_once(s, pairs * programs))
     ways = _Ways(final, single, grouped > 1, once)
     merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
@@ -183,9 +185,14 @@ def _walking(s: Shape, c: Config, pairs: int, units: int) -> int:
     A program alone on a multiprocessor does not keep up with its share of the memory. So the last round of equal programs, 68
     of 2,048 on an H200, which holds 396, takes half as long as a full one. With programs of two units first fewer are alone at
     the end.
+
+    Where two programs a multiprocessor have all units by twos, each has two. The hardware fills multiprocessors by turns: of
+    320 programs for 512 units some had five units on an H200 and others three, 41.6 us for 40.1 (4 × 8,192).
     """
     if c.block_m == 64 or s.latent or s.device is None or pairs * units <= 3 * _processors(s.device):
         return units
+    if pairs * units <= 4 * _processors(s.device):
+        return -(-units // 2)
     return -(-units * _WALKING // 8)
 
 
@@ -226,15 +233,23 @@ def _grouped(s: Shape, c: Config, pairs: int, max_splits: int, reach: int, block
     if c.block_m == 64 or s.fp8 or s.left is not None or blocks:
         return int(groups >= full)
     if max_splits <= c.group:
-        group = s.heads_q // s.heads_kv
-        alike = s.table_width > 0 and s.page_size <= 2 * _STEP and group & (group - 1) > 0 and groups >= _ALIKE
         if groups >= full:
             return 1
-        return s.batch * reach // 8 * 7 if alike else 0
+        return s.batch * reach // 8 * 7 if _alike(s, c, groups) else 0
     if groups < _MANY:
         return 0
     size = c.split if reach <= c.split * c.max_splits else 2 * c.split
     return max(_MANY * c.group * size * s.batch // pairs, 2)
+
+
+def _alike(s: Shape, c: Config, groups: int) -> bool:
+    """Whether groups of whole sequences may be taken where lengths are alike, as `_ALIKE` tells."""
+    if groups < _ALIKE:
+        return False
+    if s.table_width:
+        group = s.heads_q // s.heads_kv
+        return s.page_size <= 2 * _STEP and group & (group - 1) > 0
+    return _holds_two(c, s) and groups <= 2 * _processors(s.device or 0)
 
 
 def _deeper(programs: int, c: Config, s: Shape) -> bool:
@@ -244,11 +259,15 @@ def _deeper(programs: int, c: Config, s: Shape) -> bool:
     of a program alone do not keep up with the memory. Else three are as fast, to 5 % faster on an H200, and so they are over
     pages and at head_dim 64, whose tiles are half as many bytes.
     """
+    return _holds_two(c, s) and 3 < programs / _processors(s.device or 0) <= 4
+
+
+def _holds_two(c: Config, s: Shape) -> bool:
+    """Whether a multiprocessor holds two programs with a stage more, and three without."""
     middle = 64 < max(s.head_dim, s.head_dim_v) <= 128  # past it registers allow two programs
     if c.block_m > 16 or not middle or s.table_width or s.latent or s.dtype.itemsize != 2 or _pairs(s) or s.device is None:
         return False
-    processors = _processors(s.device)
-    return 3 * processors < programs <= 4 * processors and torch.cuda.get_device_capability(s.device)[0] in (9, 10)
+    return torch.cuda.get_device_capability(s.device)[0] in (9, 10)
 
 
 @lru_cache
