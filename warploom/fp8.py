@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from warploom.kernels.e4m3 import E4M3, as_bytes, quantized, rotate, scales_of
+from warploom.kernels.e4m3 import E4M3, as_bytes, quantized, rotate, rounded_again, scales_of
 from warploom.kernels.fp8_quantize import BLOCK, keys_last, of_storage, quantize_op, takes
 from warploom.runtime import arguments
 from warploom.runtime.op import differentiates_forward
@@ -219,7 +219,11 @@ def _quantize(x: Tensor, seed: int | None, granularity: str, cu_seqlens: Tensor 
         top = torch.cat([top, top.new_zeros(1, heads)])  # of no rows too
         top = top.amax(0) if granularity == "head" else top.amax()[None]
     scale = scales_of(top[..., None])
-    data = quantized(y, scale[rows.block] if granularity == "block" else scale).unflatten(0, lead)
+    of_rows = scale[rows.block] if granularity == "block" else scale.expand(y.shape[:-1])
+    data = quantized(y, of_rows)
+    if seed is not None and y.numel():
+        data = rounded_again(data, y, of_rows, x.flatten(0, -3), seed)
+    data = data.unflatten(0, lead)
     if granularity != "block":
         return Fp8Tensor(data, scale, None, seed, dtype)
     if cu_seqlens is None:

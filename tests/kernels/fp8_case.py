@@ -37,6 +37,7 @@ class QuantizeCase:
     strides: str = "contiguous"
     scale: float = 1.0
     bad: bool = False  # NaN and infinities
+    large: bool = False  # a number in fifty is thirty times as large, which is more than its block's rotated ones
     device: str = "cpu"
 
     def drawn(self) -> list[Tensor]:
@@ -46,6 +47,8 @@ class QuantizeCase:
             lead = (self.batch, self.rows[at]) if self.packed is None else (sum(self.packed[at]) + self.behind,)
             x = torch.randn(*lead, self.heads[at], dim, generator=generator)
             x = x * torch.randn(*lead, self.heads[at], 1, generator=generator) * self.scale
+            if self.large:
+                x = x * torch.where(torch.rand(x.shape, generator=generator) < 0.02, 30, 1)
             if self.bad:
                 for every, value in ((977, "nan"), (1033, "inf"), (1511, "-inf")):
                     x.view(-1)[at::every] = float(value)

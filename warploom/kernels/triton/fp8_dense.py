@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.fp8 import BLOCK, _product, e4m3_bits, scale_of
+from warploom.kernels.triton.fp8 import BLOCK, DOMINATES, _product, e4m3_bits, e4m3_number, scale_of
+from warploom.kernels.triton.numerics import INTERPRETED
 
 WIDTH = tl.constexpr(64)  # columns of a slice
 # Numbers are read as pairs: one by one, those that are asked for ahead would take twice the registers.
@@ -85,6 +86,7 @@ def quantize_dense_kernel(
         out_ptr = tl.where(of_q, q_out_ptr, k_out_ptr) + ((sequence.to(tl.int64) * rows + row) * heads + head) * DIM
         out = tl.multiple_of(out_ptr, 16) + r[:, None] * (heads * DIM) + column[None, :]
         kept = (r < rows - row)[:, None]
+        largest = _largest(x0, x1, x2, x3, SLICES)
         a = _product(_numbers(x0), m0, nothing)
         b, c, d = a, a, a
         if SLICES >= 2:
@@ -112,7 +114,18 @@ def quantize_dense_kernel(
             divisor = scale
         else:  # the factor is a power of two
             divisor = scale * (1.0 / NORM)
-        if divisor < SMALL:
+        if largest > (scale * DOMINATES).to(tl.int32, bitcast=True):
+            by = tl.where(divisor < SMALL, LIFT, 1.0)
+            _, _, _, w0, w1, w2, w3 = _rotated_tile(
+                q_ptr, k_ptr, tile, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
+                stride_kb, stride_ks, stride_kh, r, SLICES,
+            )  # fmt: skip
+            _write_again(out, a, b, c, d, w0, w1, w2, w3, matrix_ptr, m0, divisor * by, kept, by, scale * DOMINATES, SLICES)
+            sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
+                q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
+                stride_kb, stride_ks, stride_kh, r, SLICES,
+            )  # fmt: skip
+        elif divisor < SMALL:
             _write(out, a, b, c, d, divisor * LIFT, kept, LIFT, SLICES)
         else:
             _write(out, a, b, c, d, divisor, kept, 1.0, SLICES)
@@ -238,7 +251,84 @@ def _size(y, FINITE: tl.constexpr):
     return size
 
 
+@triton.jit
+def _largest(a, b, c, d, SLICES: tl.constexpr):
+    """Bits of the largest of the slices' pairs of numbers without signs; NaN counts as more than infinity."""
+    a &= 0x7FFF7FFF
+    if SLICES >= 2:
+        a = _most(a, b & 0x7FFF7FFF)
+    if SLICES == 4:
+        a = _most(a, _most(c & 0x7FFF7FFF, d & 0x7FFF7FFF))
+    return tl.max(tl.maximum(a & 0x7FFF0000, a << 16))
+
+
+@triton.jit
+def _most(a, b):
+    """The larger of either half of words, which are not negative."""
+    if INTERPRETED:
+        return tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000) | tl.maximum(a & 0x7FFF, b & 0x7FFF)
+    else:
+        return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
 # Rounding
+
+
+@triton.jit
+def _write_again(
+    out, a, b, c, d, x0, x1, x2, x3, matrix_ptr, m0, divisor, kept, by, least, SLICES: tl.constexpr
+):  # fmt: skip
+    """``_write``, and rows of numbers above ``least`` as `e4m3.rounded_again` rounds them. ``x0`` to ``x3``: their pairs."""
+    key = _channels(x0, 0)
+    if SLICES >= 2:
+        key = tl.maximum(key, _channels(x1, 1))
+    if SLICES == 4:
+        key = tl.maximum(key, tl.maximum(_channels(x2, 2), _channels(x3, 3)))
+    key = tl.max(key, 1)
+    again = (key & 0x7FFF0000).to(tl.float32, bitcast=True) > least
+    channel = 255 - (key & 255)
+    place = channel % WIDTH
+    # The channel's row of the matrix: one slice's row of the first, by signs that rows of slices have, and slices.
+    unit = tl.where(tl.arange(0, WIDTH)[None, :] == place[:, None], 1.0, 0.0).to(tl.bfloat16)
+    along = _product(unit, m0, tl.zeros((BLOCK, WIDTH), tl.float32))
+    inverse = tl.div_rn(1.0, divisor)
+    error = _error_along(a, along, divisor, inverse, by)
+    of_b, of_c, of_d = error, error, error
+    if SLICES >= 2:
+        of_slice = channel // WIDTH
+        of_b = tl.where(of_slice % 2 == 1, -1.0, 1.0)
+        error += of_b * _error_along(b, along, divisor, inverse, by)
+    if SLICES == 4:
+        of_c = tl.where(of_slice // 2 == 1, -1.0, 1.0)
+        of_d = of_b * of_c
+        error += of_c * _error_along(c, along, divisor, inverse, by)
+        error += of_d * _error_along(d, along, divisor, inverse, by)
+    error = tl.where(again & (tl.abs(error) < float("inf")), error * (1.0 / (SLICES * WIDTH)), 0.0)
+    tl.store(out, _rounded_less(a, along, error, divisor, inverse, by), mask=kept)
+    if SLICES >= 2:
+        tl.store(out + WIDTH, _rounded_less(b, along, error * of_b, divisor, inverse, by), mask=kept)
+    if SLICES == 4:
+        tl.store(out + 2 * WIDTH, _rounded_less(c, along, error * of_c, divisor, inverse, by), mask=kept)
+        tl.store(out + 3 * WIDTH, _rounded_less(d, along, error * of_d, divisor, inverse, by), mask=kept)
+
+
+@triton.jit
+def _channels(x, AT: tl.constexpr):
+    """Of slice AT's pairs the larger number without its sign, and below it how far its channel is from 255."""
+    far = 255 - AT * WIDTH - 2 * tl.arange(0, PAIRS)[None, :]
+    return tl.maximum((x & 0x7FFF0000) | (far - 1), ((x << 16) & 0x7FFF0000) | far)
+
+
+@triton.jit
+def _error_along(y, along, divisor, inverse, by):
+    """What rounding adds to the quotients of y, times ``along``, summed over columns."""
+    z = _quotient(y, divisor, inverse, by)
+    return tl.sum((e4m3_number(z) - z) * along, 1)
+
+
+@triton.jit
+def _rounded_less(y, along, error, divisor, inverse, by):
+    return e4m3_bits(_quotient(y, divisor, inverse, by) - error[:, None] * along)
 
 
 @triton.jit
@@ -281,7 +371,13 @@ def _fours(bits):
 
 @triton.jit
 def _rounded(y, divisor, inverse, BY: tl.constexpr):
-    """Bits of e4m3(y * BY / divisor), by the corrected quotient of `fp8._rounded`."""
-    y = y * BY
+    """Bits of e4m3(y * BY / divisor)."""
+    return e4m3_bits(_quotient(y, divisor, inverse, BY))
+
+
+@triton.jit
+def _quotient(y, divisor, inverse, by):
+    """y * by / divisor, corrected as that of `fp8._quotient`."""
+    y = y * by
     z = y * inverse
-    return e4m3_bits(tl.fma(tl.fma(-z, tl.broadcast_to(divisor, y.shape), y), tl.broadcast_to(inverse, y.shape), z))
+    return tl.fma(tl.fma(-z, tl.broadcast_to(divisor, y.shape), y), tl.broadcast_to(inverse, y.shape), z)
