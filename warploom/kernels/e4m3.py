@@ -21,6 +21,7 @@ COLUMNS = 64  # of a slice, which tensor cores multiply by a matrix of 8 KB
 # A rotated row is rounded again if a number of it was more than this, times its block's scale, before the rotation: one and a
 # half times the largest number of the block after it. Of normal numbers hardly one block in a thousand has such a row.
 DOMINATES = 1.5 * LARGEST
+EVERY_ROW = 128  # head dims up to which every row of q is
 
 
 def signs(head_dim: int, seed: int, device: torch.device | None = None) -> Tensor:
@@ -101,8 +102,8 @@ def _dct(n: int, device: torch.device) -> Tensor:
     return torch.where(k == 0, n**-0.5, waves).float()
 
 
-def rounded_again(data: Tensor, y: Tensor, scale: Tensor, x: Tensor, seed: int) -> Tensor:
-    """``data``, which is `quantized` of y, the rotated x, with rows of large channels rounded so that those stay.
+def rounded_again(data: Tensor, y: Tensor, scale: Tensor, x: Tensor, seed: int, every: bool) -> Tensor:
+    """``data``, which is `quantized` of y, the rotated x, with rows of large channels, or every row, rounded so that those stay.
 
     Keys that decide a softmax share a large channel with their query, so that the errors along it are most of a score's. What
     a row's first rounding made of its largest channel is taken away before a second one. No number moves by more than a
@@ -113,7 +114,7 @@ def rounded_again(data: Tensor, y: Tensor, scale: Tensor, x: Tensor, seed: int) 
     along = rotate(torch.eye(x.shape[-1], device=x.device), seed)[channel]
     error = _total((data.float() - quotient) * along)
     # An infinite number's row stays as it is, and so does one whose numbers are all of a size.
-    again = (largest > scale * DOMINATES) & error.isfinite()
+    again = ((largest > scale * DOMINATES) | every) & error.isfinite()
     other = quotient - torch.where(again, error, 0.0)[..., None] * along
     return torch.where(again[..., None], quantized(other, torch.ones_like(scale)).view(torch.uint8), data.view(torch.uint8)).view(E4M3)
 

@@ -54,6 +54,8 @@ def quantize_dense_kernel(
     tiles_k,
     SLICES: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+    EVERY: tl.constexpr,
 ):
     """As `fp8.quantize_kernel`, of q, k and v with SLICES · 64 columns and strides in units of 16 bytes.
 
@@ -94,10 +96,11 @@ def quantize_dense_kernel(
         if SLICES == 4:
             c = _product(_numbers(x2), m2, nothing)
             d = _product(_numbers(x3), m3, nothing)
-        sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
-            q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
-            stride_kb, stride_ks, stride_kh, r, SLICES,
-        )  # fmt: skip
+        if EARLY:
+            sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
+                q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
+                stride_kb, stride_ks, stride_kh, r, SLICES,
+            )  # fmt: skip
         if SLICES >= 2:
             a, b = a + b, a - b
         if SLICES == 4:
@@ -114,21 +117,29 @@ def quantize_dense_kernel(
             divisor = scale
         else:  # the factor is a power of two
             divisor = scale * (1.0 / NORM)
-        if largest > (scale * DOMINATES).to(tl.int32, bitcast=True):
-            by = tl.where(divisor < SMALL, LIFT, 1.0)
+        least = scale * DOMINATES
+        if EVERY:
+            least = tl.where(of_q, -1.0, least)
+        if divisor < SMALL:
+            a, b, c, d, divisor = a * LIFT, b * LIFT, c * LIFT, d * LIFT, divisor * LIFT
+        if largest > least.to(tl.int32, bitcast=True):
             _, _, _, w0, w1, w2, w3 = _rotated_tile(
                 q_ptr, k_ptr, tile, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
                 stride_kb, stride_ks, stride_kh, r, SLICES,
             )  # fmt: skip
-            _write_again(out, a, b, c, d, w0, w1, w2, w3, matrix_ptr, m0, divisor * by, kept, by, scale * DOMINATES, SLICES)
+            _write_again(out, a, b, c, d, w0, w1, w2, w3, m0, divisor, kept, least, SLICES)
+            if EARLY:  # once more: kept, they would take registers here
+                sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
+                    q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
+                    stride_kb, stride_ks, stride_kh, r, SLICES,
+                )  # fmt: skip
+        else:
+            _write(out, a, b, c, d, divisor, kept, SLICES)
+        if not EARLY:
             sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
                 q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
                 stride_kb, stride_ks, stride_kh, r, SLICES,
             )  # fmt: skip
-        elif divisor < SMALL:
-            _write(out, a, b, c, d, divisor * LIFT, kept, LIFT, SLICES)
-        else:
-            _write(out, a, b, c, d, divisor, kept, 1.0, SLICES)
     first -= rotated % step
     first = tl.where(first < 0, first + step, first)
     padded = sixteens.to(tl.int64) * 4  # fours of rows
@@ -276,7 +287,7 @@ def _most(a, b):
 
 @triton.jit
 def _write_again(
-    out, a, b, c, d, x0, x1, x2, x3, matrix_ptr, m0, divisor, kept, by, least, SLICES: tl.constexpr
+    out, a, b, c, d, x0, x1, x2, x3, m0, divisor, kept, least, SLICES: tl.constexpr
 ):  # fmt: skip
     """``_write``, and rows of numbers above ``least`` as `e4m3.rounded_again` rounds them. ``x0`` to ``x3``: their pairs."""
     key = _channels(x0, 0)
@@ -292,24 +303,24 @@ def _write_again(
     unit = tl.where(tl.arange(0, WIDTH)[None, :] == place[:, None], 1.0, 0.0).to(tl.bfloat16)
     along = _product(unit, m0, tl.zeros((BLOCK, WIDTH), tl.float32))
     inverse = tl.div_rn(1.0, divisor)
-    error = _error_along(a, along, divisor, inverse, by)
+    error = _error_along(a, along, divisor, inverse)
     of_b, of_c, of_d = error, error, error
     if SLICES >= 2:
         of_slice = channel // WIDTH
         of_b = tl.where(of_slice % 2 == 1, -1.0, 1.0)
-        error += of_b * _error_along(b, along, divisor, inverse, by)
+        error += of_b * _error_along(b, along, divisor, inverse)
     if SLICES == 4:
         of_c = tl.where(of_slice // 2 == 1, -1.0, 1.0)
         of_d = of_b * of_c
-        error += of_c * _error_along(c, along, divisor, inverse, by)
-        error += of_d * _error_along(d, along, divisor, inverse, by)
+        error += of_c * _error_along(c, along, divisor, inverse)
+        error += of_d * _error_along(d, along, divisor, inverse)
     error = tl.where(again & (tl.abs(error) < float("inf")), error * (1.0 / (SLICES * WIDTH)), 0.0)
-    tl.store(out, _rounded_less(a, along, error, divisor, inverse, by), mask=kept)
+    tl.store(out, _rounded_less(a, along, error, divisor, inverse), mask=kept)
     if SLICES >= 2:
-        tl.store(out + WIDTH, _rounded_less(b, along, error * of_b, divisor, inverse, by), mask=kept)
+        tl.store(out + WIDTH, _rounded_less(b, along, error * of_b, divisor, inverse), mask=kept)
     if SLICES == 4:
-        tl.store(out + 2 * WIDTH, _rounded_less(c, along, error * of_c, divisor, inverse, by), mask=kept)
-        tl.store(out + 3 * WIDTH, _rounded_less(d, along, error * of_d, divisor, inverse, by), mask=kept)
+        tl.store(out + 2 * WIDTH, _rounded_less(c, along, error * of_c, divisor, inverse), mask=kept)
+        tl.store(out + 3 * WIDTH, _rounded_less(d, along, error * of_d, divisor, inverse), mask=kept)
 
 
 @triton.jit
@@ -320,27 +331,27 @@ def _channels(x, AT: tl.constexpr):
 
 
 @triton.jit
-def _error_along(y, along, divisor, inverse, by):
+def _error_along(y, along, divisor, inverse):
     """What rounding adds to the quotients of y, times ``along``, summed over columns."""
-    z = _quotient(y, divisor, inverse, by)
+    z = _quotient(y, divisor, inverse)
     return tl.sum((e4m3_number(z) - z) * along, 1)
 
 
 @triton.jit
-def _rounded_less(y, along, error, divisor, inverse, by):
-    return e4m3_bits(_quotient(y, divisor, inverse, by) - error[:, None] * along)
+def _rounded_less(y, along, error, divisor, inverse):
+    return e4m3_bits(_quotient(y, divisor, inverse) - error[:, None] * along)
 
 
 @triton.jit
-def _write(out, a, b, c, d, divisor, kept, BY: tl.constexpr, SLICES: tl.constexpr):
-    """e4m3 of the slices' numbers times BY over ``divisor``."""
+def _write(out, a, b, c, d, divisor, kept, SLICES: tl.constexpr):
+    """e4m3 of the slices' numbers over ``divisor``."""
     inverse = tl.div_rn(1.0, divisor)
-    tl.store(out, _rounded(a, divisor, inverse, BY), mask=kept)
+    tl.store(out, _rounded(a, divisor, inverse, 1.0), mask=kept)
     if SLICES >= 2:
-        tl.store(out + WIDTH, _rounded(b, divisor, inverse, BY), mask=kept)
+        tl.store(out + WIDTH, _rounded(b, divisor, inverse, 1.0), mask=kept)
     if SLICES == 4:
-        tl.store(out + 2 * WIDTH, _rounded(c, divisor, inverse, BY), mask=kept)
-        tl.store(out + 3 * WIDTH, _rounded(d, divisor, inverse, BY), mask=kept)
+        tl.store(out + 2 * WIDTH, _rounded(c, divisor, inverse, 1.0), mask=kept)
+        tl.store(out + 3 * WIDTH, _rounded(d, divisor, inverse, 1.0), mask=kept)
 
 
 @triton.jit
@@ -372,12 +383,11 @@ def _fours(bits):
 @triton.jit
 def _rounded(y, divisor, inverse, BY: tl.constexpr):
     """Bits of e4m3(y * BY / divisor)."""
-    return e4m3_bits(_quotient(y, divisor, inverse, BY))
+    return e4m3_bits(_quotient(y * BY, divisor, inverse))
 
 
 @triton.jit
-def _quotient(y, divisor, inverse, by):
-    """y * by / divisor, corrected as that of `fp8._quotient`."""
-    y = y * by
+def _quotient(y, divisor, inverse):
+    """y / divisor, corrected as that of `fp8._quotient`."""
     z = y * inverse
     return tl.fma(tl.fma(-z, tl.broadcast_to(divisor, y.shape), y), tl.broadcast_to(inverse, y.shape), z)

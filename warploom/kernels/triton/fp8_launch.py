@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from warploom.kernels.e4m3 import COLUMNS, hadamard_norm, slice_matrices, slices
+from warploom.kernels.e4m3 import COLUMNS, EVERY_ROW, hadamard_norm, slice_matrices, slices
 from warploom.kernels.triton.fp8 import BLOCK, quantize_kernel
 from warploom.kernels.triton.fp8_dense import quantize_dense_kernel
 from warploom.kernels.triton.widths import power_of_two
@@ -102,6 +102,7 @@ def _launch(
         "PARTS": _PARTS[dtype],
         "MATRIX_PARTS": 3 if dim & (dim - 1) else 1,
         "NORM": hadamard_norm(dim),
+        "EVERY": dim <= EVERY_ROW,
         "BY": granularity,
         "TOPS": tops,
         "UNIT": unit,
@@ -121,7 +122,13 @@ def _loops(q: Tensor, dim_v: int, granularity: str, seed: int | None, given: Seq
 def _dense_launch(dim: int, device: int | None) -> Launch:
     """The launch of the loop; ``device`` as in ``_launch``."""
     warps, registers, _ = _DENSE[dim]
-    constants = {"SLICES": dim // COLUMNS, "NORM": hadamard_norm(dim), "num_warps": warps}
+    constants = {
+        "SLICES": dim // COLUMNS,
+        "NORM": hadamard_norm(dim),
+        "EARLY": dim != 128,
+        "EVERY": dim <= EVERY_ROW,
+        "num_warps": warps,
+    }
     if registers is not None:
         constants["maxnreg"] = registers
     return Launch(quantize_dense_kernel, constants, direct=True)
