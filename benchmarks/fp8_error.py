@@ -37,7 +37,7 @@ from warploom.kernels.e4m3 import E4M3, quantized, rotate
 ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results" / "fp8-error.json", ROOT / "docs" / "images"
 HEAD_DIM, STEP, BITS = 128, 32, 13
-SEQLEN, QUERIES, HEADS = 16384, 2048, 8  # of the comparison by distribution: those queries of each head
+SEQLEN, QUERIES, HEADS = 16384, 1024, 8  # of the comparison by distribution: those queries of each head
 ENCODER, TEXTS, TOKENS = "the demo's encoder", 4, 512  # texts, of all tokens that it takes, whose every layer and head counts
 SHORT_TEXTS, SHORT_TOKENS = 64, 128  # of the comparison of embeddings
 LENGTHS, FEW = (4096, 16384, 65536, 131072), 8  # of the comparison by length, and its queries

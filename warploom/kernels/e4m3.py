@@ -18,8 +18,8 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 COLUMNS = 64  # of a slice, which tensor cores multiply by a matrix of 8 KB
-# A rotated row is rounded again if a number of it was more than this, times its block's scale, before the rotation: one and a
-# half times the largest number of the block after it. Of normal numbers hardly one block in a thousand has such a row.
+# A rotated row is rounded again (`rounded_again`) if before the rotation a number of it was more than this times its scale: one
+# and a half times the largest number of its block after the rotation. Of normal numbers hardly one block in a thousand has one.
 DOMINATES = 1.5 * LARGEST
 EVERY_ROW = 128  # head dims up to which every row of q is
 
@@ -103,11 +103,11 @@ def _dct(n: int, device: torch.device) -> Tensor:
 
 
 def rounded_again(data: Tensor, y: Tensor, scale: Tensor, x: Tensor, seed: int, every: bool) -> Tensor:
-    """``data``, which is `quantized` of y, the rotated x, with rows of large channels, or every row, rounded so that those stay.
+    """``data``, which is `quantized` of y, the rotated x, with rows of a large channel, or every row, rounded so that it stays.
 
-    Keys that decide a softmax share a large channel with their query, so that the errors along it are most of a score's. What
-    a row's first rounding made of its largest channel is taken away before a second one. No number moves by more than a
-    small part of a step.
+    A query scores high with a key that is large where it is large itself, and half of what rounding does to the score of such
+    a pair is the error along that channel. It is taken away before a second rounding, which leaves half of it and moves no
+    number by more than a small part of a step.
     """
     largest, channel = x.float().abs().max(-1)
     quotient = y / scale[..., None]
@@ -116,7 +116,8 @@ def rounded_again(data: Tensor, y: Tensor, scale: Tensor, x: Tensor, seed: int, 
     # An infinite number's row stays as it is, and so does one whose numbers are all of a size.
     again = ((largest > scale * DOMINATES) | every) & error.isfinite()
     other = quotient - torch.where(again, error, 0.0)[..., None] * along
-    return torch.where(again[..., None], quantized(other, torch.ones_like(scale)).view(torch.uint8), data.view(torch.uint8)).view(E4M3)
+    found = quantized(other, torch.ones_like(scale)).view(torch.uint8)
+    return torch.where(again[..., None], found, data.view(torch.uint8)).view(E4M3)
 
 
 def _total(x: Tensor) -> Tensor:

@@ -110,8 +110,8 @@ def _block_of(
     pid, x_ptr, out_ptr, scale_ptr, top_ptr, matrix_ptr, cu_ptr, used_ptr, stride_b, stride_s, stride_h,
     rows, padded, heads, sequences, first_top,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, EVERY: tl.constexpr, BY: tl.constexpr, TOPS: tl.constexpr,
-    UNIT: tl.constexpr,
+    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, EVERY: tl.constexpr, BY: tl.constexpr,
+    TOPS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head. Of the rows from its first on, `counted` are read and `written` are written."""
     stride_b, stride_s, stride_h = stride_b * UNIT, stride_s * UNIT, stride_h * UNIT
@@ -211,7 +211,7 @@ def _slice(
     x_ptr, matrix_ptr, read, AT: tl.constexpr, PART: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
     PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Columns AT * PART on, times the slice's matrix: the products of parts down to 2^-24 of the largest; each row's largest."""
+    """Columns AT * PART on, times the slice's matrix: products of parts to 2^-24 of the largest; and each row's largest."""
     x = _read(x_ptr + AT * PART, read, PART, WIDTH)
     largest = tl.max(tl.abs(x.to(tl.float32)), 1)
     c = tl.arange(0, WIDTH)

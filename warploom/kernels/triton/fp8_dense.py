@@ -130,8 +130,8 @@ def quantize_dense_kernel(
             _write_again(out, a, b, c, d, w0, w1, w2, w3, m0, divisor, kept, least, SLICES)
             if EARLY:  # once more: kept, they would take registers here
                 sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
-                    q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
-                    stride_kb, stride_ks, stride_kh, r, SLICES,
+                    q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs,
+                    stride_qh, stride_kb, stride_ks, stride_kh, r, SLICES,
                 )  # fmt: skip
         else:
             _write(out, a, b, c, d, divisor, kept, SLICES)
@@ -286,10 +286,8 @@ def _most(a, b):
 
 
 @triton.jit
-def _write_again(
-    out, a, b, c, d, x0, x1, x2, x3, m0, divisor, kept, least, SLICES: tl.constexpr
-):  # fmt: skip
-    """``_write``, and rows of numbers above ``least`` as `e4m3.rounded_again` rounds them. ``x0`` to ``x3``: their pairs."""
+def _write_again(out, a, b, c, d, x0, x1, x2, x3, m0, divisor, kept, least, SLICES: tl.constexpr):
+    """``_write``, rows of numbers above ``least`` as `e4m3.rounded_again` rounds them; ``x0`` to ``x3`` are those, in pairs."""
     key = _channels(x0, 0)
     if SLICES >= 2:
         key = tl.maximum(key, _channels(x1, 1))
@@ -299,7 +297,8 @@ def _write_again(
     again = (key & 0x7FFF0000).to(tl.float32, bitcast=True) > least
     channel = 255 - (key & 255)
     place = channel % WIDTH
-    # The channel's row of the matrix: one slice's row of the first, by signs that rows of slices have, and slices.
+    # The channel's row of the matrix is one row of the first slice's, with one sign a slice: the Hadamard matrix of slices'. A
+    # sign that all slices share falls out, as the row is multiplied by itself.
     unit = tl.where(tl.arange(0, WIDTH)[None, :] == place[:, None], 1.0, 0.0).to(tl.bfloat16)
     along = _product(unit, m0, tl.zeros((BLOCK, WIDTH), tl.float32))
     inverse = tl.div_rn(1.0, divisor)
