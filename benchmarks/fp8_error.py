@@ -101,6 +101,7 @@ def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, queries: int) -> Ten
     qs, ks, vs = (t.data[0, :, 0].float() for t in (qe, ke, ve))
     if not kernel.again:
         qs, ks = (quantized(rotate(x, 0)[:, None], scale[:, None])[:, 0].float() for x, scale in ((q, scale_q), (k, scale_k)))
+    queries = min(queries, len(qs))
     qs, scale_q = qs[:queries], scale_q[:queries, None] * (math.log2(math.e) / math.sqrt(q.shape[1]))
     at = math.floor(TOP - kernel.headroom)  # of a maximum, above the reference
     top = torch.full((queries, 1), float("-inf"))

@@ -18,10 +18,10 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 COLUMNS = 64  # of a slice, which tensor cores multiply by a matrix of 8 KB
-# A rotated row is rounded again (`rounded_again`) if before the rotation a number of it was more than this times its scale: one
-# and a half times the largest number of its block after the rotation. Of normal numbers hardly one block in a thousand has one.
-DOMINATES = 1.5 * LARGEST
-EVERY_ROW = 128  # head dims up to which every row of q is
+# Rotated rows of at most AGAIN_TO numbers are rounded again (`rounded_again`): all of q's, and those of k of which a number was
+# more than DOMINATES times the scale before the rotation, one and a half times the largest number of its block after it. Of
+# normal numbers hardly one block in a thousand has one.
+AGAIN_TO, DOMINATES = 128, 1.5 * LARGEST
 
 
 def signs(head_dim: int, seed: int, device: torch.device | None = None) -> Tensor:

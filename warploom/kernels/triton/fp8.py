@@ -69,7 +69,7 @@ def quantize_kernel(
     PARTS: tl.constexpr,
     MATRIX_PARTS: tl.constexpr,
     NORM: tl.constexpr,
-    EVERY: tl.constexpr,
+    AGAIN: tl.constexpr,
     BY: tl.constexpr,
     TOPS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -87,21 +87,21 @@ def quantize_kernel(
         _block_of(
             pid, q_ptr, q_out_ptr, q_scale_ptr, top_ptr, matrix_ptr, cu_q_ptr, used_q_ptr, stride_qb, stride_qs, stride_qh,
             rows_q, rows_q, heads_q, sequences, 0,
-            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, EVERY, BY, TOPS, UNIT,
+            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, AGAIN, True, BY, TOPS, UNIT,
         )  # fmt: skip
     elif pid < programs_q + programs_k:
         first = heads_q if BY == "head" else 1
         _block_of(
             pid - programs_q, k_ptr, k_out_ptr, k_scale_ptr, top_ptr, matrix_ptr, cu_k_ptr, used_k_ptr, stride_kb, stride_ks,
             stride_kh, rows_k, rows_k, heads_kv, sequences, first,
-            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, False, BY, TOPS, UNIT,
+            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, AGAIN, False, BY, TOPS, UNIT,
         )  # fmt: skip
     else:
         first = heads_q + heads_kv if BY == "head" else 2
         _block_of(
             pid - programs_q - programs_k, v_ptr, v_out_ptr, v_scale_ptr, top_ptr, None, cu_k_ptr, used_k_ptr, stride_vb,
             stride_vs, stride_vh, rows_k, sixteens * 16, heads_kv, sequences, first,
-            DIM_V, COLUMNS_V, True, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, False, BY, TOPS, UNIT,
+            DIM_V, COLUMNS_V, True, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, False, False, BY, TOPS, UNIT,
         )  # fmt: skip
 
 
@@ -110,8 +110,8 @@ def _block_of(
     pid, x_ptr, out_ptr, scale_ptr, top_ptr, matrix_ptr, cu_ptr, used_ptr, stride_b, stride_s, stride_h,
     rows, padded, heads, sequences, first_top,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, EVERY: tl.constexpr, BY: tl.constexpr,
-    TOPS: tl.constexpr, UNIT: tl.constexpr,
+    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, AGAIN: tl.constexpr, EVERY: tl.constexpr,
+    BY: tl.constexpr, TOPS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head. Of the rows from its first on, `counted` are read and `written` are written."""
     stride_b, stride_s, stride_h = stride_b * UNIT, stride_s * UNIT, stride_h * UNIT
@@ -185,7 +185,7 @@ def _block_of(
         scale = _scale(top, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
         if not TOPS:
             out_ptr += target * DIM + r[:, None] * (heads * DIM)
-            if matrix_ptr is not None:
+            if AGAIN and matrix_ptr is not None:
                 again = (largest > scale * DOMINATES) | EVERY
                 if tl.max(again.to(tl.int32), 0) != 0:
                     a, b, c, d = _corrected(

@@ -55,11 +55,12 @@ def quantize_dense_kernel(
     SLICES: tl.constexpr,
     NORM: tl.constexpr,
     EARLY: tl.constexpr,
-    EVERY: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """As `fp8.quantize_kernel`, of q, k and v with SLICES · 64 columns and strides in units of 16 bytes.
 
-    A tile is a block of rows of one head. v's are dealt out from the program on at which those of q and k end.
+    A tile is a block of rows of one head. v's are dealt out from the program on at which those of q and k end. With EARLY the
+    next tile is asked for before a tile is rounded, else when it is written. AGAIN: rows are rounded twice.
     """
     first, step = tl.program_id(0), tl.num_programs(0)
     q_ptr, k_ptr = q_ptr.to(tl.pointer_type(tl.int32)), k_ptr.to(tl.pointer_type(tl.int32))
@@ -88,7 +89,9 @@ def quantize_dense_kernel(
         out_ptr = tl.where(of_q, q_out_ptr, k_out_ptr) + ((sequence.to(tl.int64) * rows + row) * heads + head) * DIM
         out = tl.multiple_of(out_ptr, 16) + r[:, None] * (heads * DIM) + column[None, :]
         kept = (r < rows - row)[:, None]
-        largest = _largest(x0, x1, x2, x3, SLICES)
+        largest = 0
+        if AGAIN and not of_q:  # every row of q is rounded again
+            largest = _largest(x0, x1, x2, x3, SLICES)
         a = _product(_numbers(x0), m0, nothing)
         b, c, d = a, a, a
         if SLICES >= 2:
@@ -117,22 +120,23 @@ def quantize_dense_kernel(
             divisor = scale
         else:  # the factor is a power of two
             divisor = scale * (1.0 / NORM)
-        least = scale * DOMINATES
-        if EVERY:
-            least = tl.where(of_q, -1.0, least)
         if divisor < SMALL:
             a, b, c, d, divisor = a * LIFT, b * LIFT, c * LIFT, d * LIFT, divisor * LIFT
-        if largest > least.to(tl.int32, bitcast=True):
-            _, _, _, w0, w1, w2, w3 = _rotated_tile(
-                q_ptr, k_ptr, tile, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
-                stride_kb, stride_ks, stride_kh, r, SLICES,
-            )  # fmt: skip
-            _write_again(out, a, b, c, d, w0, w1, w2, w3, m0, divisor, kept, least, SLICES)
-            if EARLY:  # once more: kept, they would take registers here
-                sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
-                    q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs,
-                    stride_qh, stride_kb, stride_ks, stride_kh, r, SLICES,
+        if AGAIN:
+            least = tl.where(of_q, -1.0, scale * DOMINATES)
+            if largest > least.to(tl.int32, bitcast=True):
+                _, _, _, w0, w1, w2, w3 = _rotated_tile(
+                    q_ptr, k_ptr, tile, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
+                    stride_kb, stride_ks, stride_kh, r, SLICES,
                 )  # fmt: skip
+                _write_again(out, a, b, c, d, w0, w1, w2, w3, m0, divisor, kept, least, SLICES)
+                if EARLY:  # once more: kept, they would take registers here
+                    sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
+                        q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs,
+                        stride_qh, stride_kb, stride_ks, stride_kh, r, SLICES,
+                    )  # fmt: skip
+            else:
+                _write(out, a, b, c, d, divisor, kept, SLICES)
         else:
             _write(out, a, b, c, d, divisor, kept, SLICES)
         if not EARLY:
