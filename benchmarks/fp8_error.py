@@ -5,8 +5,8 @@
 No kernel is run, and no GPU is needed. What is emulated, for one head and 128 keys at a time:
 
 - q, k and v from `warploom.fp8.quantize()`; scores as fp32 sums of exact products.
-- P = 2^(s - m) · 2^(8 - headroom), rounded to e4m3. m is a running maximum, which moves once the row's own is more than
-  ``headroom`` powers of two past it: P is at most 256, and e4m3 ends at 448. Row sums are sums of the rounded P.
+- P = 2^(s - m), rounded to e4m3. m is a running reference: a whole number of powers of two below the row's maximum, which is
+  then exact, and moved where P would pass 2^8.75, as e4m3 ends at 448. Row sums are of P before it is rounded.
 - P V in steps of 32 keys, as wgmma takes them. In a step, the products and the accumulator are cut, toward zero, to 13 bits
   behind the leading bit of the largest of them. This models what others report of Hopper's FP8 accumulators, that they keep
   about 14 bits; it has not been compared with a GPU. Two levels: an accumulator for 128 keys, then an fp32 multiply-add with
@@ -32,12 +32,12 @@ from torch import Tensor
 from warploom import attention
 from warploom.bench import svg
 from warploom.fp8 import BLOCK, Fp8Tensor, quantize
-from warploom.kernels.e4m3 import E4M3
+from warploom.kernels.e4m3 import E4M3, quantized, rotate
 
 ROOT = Path(__file__).parents[1]
 RESULTS, IMAGES = ROOT / "benchmarks" / "results" / "fp8-error.json", ROOT / "docs" / "images"
 HEAD_DIM, STEP, BITS = 128, 32, 13
-SEQLEN, QUERIES, HEADS = 16384, 512, 4  # of the comparison by distribution: those queries of each head
+SEQLEN, QUERIES, HEADS = 16384, 1024, 8  # of the comparison by distribution: those queries of each head
 ENCODER, TEXTS, TOKENS = "the demo's encoder", 4, 512  # texts, of all tokens that it takes, whose every layer and head counts
 SHORT_TEXTS, SHORT_TOKENS = 64, 128  # of the comparison of embeddings
 LENGTHS, FEW = (4096, 16384, 65536, 131072), 8  # of the comparison by length, and its queries
@@ -50,7 +50,8 @@ class Kernel:
     hadamard: bool = True
     granularity: Literal["block", "tensor"] = "block"
     levels: int = 2  # of accumulators; 0: one, in fp32
-    headroom: int = 3
+    headroom: float = 2.75  # powers of two that a row's maximum may grow by before its reference moves
+    again: bool = True  # rows of a large channel are rounded a second time
 
 
 def normal(generator: torch.Generator, length: int) -> Tensor:
@@ -76,8 +77,9 @@ WAYS = {
     "no block scales": Kernel(granularity="tensor", levels=0),
     "not rotated": Kernel(hadamard=False, levels=0),
     "neither": Kernel(hadamard=False, granularity="tensor", levels=0),
+    "rounded once": Kernel(again=False, levels=0),
 }
-HEADROOMS = (0, 3, 8)
+TOP, HEADROOMS = 8.75, (0, 2.75, 8)
 SUMS = {"two levels": Kernel(), "one level": Kernel(levels=1), "fp32": Kernel(levels=0)}
 
 
@@ -95,20 +97,24 @@ def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, queries: int) -> Ten
     """The emulated kernel's out for the first queries of q (seqlen, head_dim)."""
     given = [t[None, :, None] for t in (q, k, v)]
     qe, ke, ve = quantize(*given, hadamard=kernel.hadamard, granularity=kernel.granularity)
-    scale_q = row_scales(qe)[:queries, None] * (math.log2(math.e) / math.sqrt(q.shape[1]))
-    scale_k, scale_v = row_scales(ke), row_scales(ve)
+    scale_q, scale_k, scale_v = (row_scales(t) for t in (qe, ke, ve))
     qs, ks, vs = (t.data[0, :, 0].float() for t in (qe, ke, ve))
-    qs = qs[:queries]
+    if not kernel.again:
+        qs, ks = (quantized(rotate(x, 0)[:, None], scale[:, None])[:, 0].float() for x, scale in ((q, scale_q), (k, scale_k)))
+    queries = min(queries, len(qs))
+    qs, scale_q = qs[:queries], scale_q[:queries, None] * (math.log2(math.e) / math.sqrt(q.shape[1]))
+    at = math.floor(TOP - kernel.headroom)  # of a maximum, above the reference
     top = torch.full((queries, 1), float("-inf"))
     total, out, unit = torch.zeros(queries, 1), torch.zeros(queries, v.shape[1]), torch.ones(())
     for start in range(0, k.shape[0], BLOCK):
         tile = slice(start, start + BLOCK)
         scores = (qs @ ks[tile].T) * scale_q * scale_k[tile]
         new = scores.amax(1, keepdim=True)
-        new = torch.where(new - top > kernel.headroom, new, top)
+        new = torch.where(new - top > at + kernel.headroom, new - at, top)
         correction, top = torch.exp2(top - new), new
-        weights = torch.exp2(scores - top + (8 - kernel.headroom)).to(E4M3).float()
+        weights = torch.exp2(scores - top)
         total = total * correction + weights.sum(1, keepdim=True)
+        weights = weights.to(E4M3).float()
         scale = scale_v[start]
         if kernel.levels == 1:
             # V's scale cannot be taken out of one accumulator: it is brought to the next block's.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from warploom.kernels.e4m3 import E4M3, as_bytes, quantized, rotate, scales_of
+from warploom.kernels.e4m3 import AGAIN_TO, E4M3, as_bytes, quantized, rotate, rounded_again, scales_of
 from warploom.kernels.fp8_quantize import BLOCK, keys_last, of_storage, quantize_op, takes
 from warploom.runtime import arguments
 from warploom.runtime.op import differentiates_forward
@@ -179,7 +179,7 @@ def quantize(
     numbers = replace(_quantize(v, None, granularity, *of_k), accumulate=accumulate)
     if v.is_cuda:
         numbers = replace(numbers, data=keys_last(numbers.data))
-    return _quantize(q, rotation, granularity, *of_q), _quantize(k, rotation, granularity, *of_k), numbers
+    return _quantize(q, rotation, granularity, *of_q, queries=True), _quantize(k, rotation, granularity, *of_k), numbers
 
 
 def _lengths(name: str, x: Tensor, cu_seqlens: Any, used: Any) -> tuple[Any, Any]:
@@ -203,7 +203,9 @@ def _lengths(name: str, x: Tensor, cu_seqlens: Any, used: Any) -> tuple[Any, Any
     return cu_seqlens, used
 
 
-def _quantize(x: Tensor, seed: int | None, granularity: str, cu_seqlens: Tensor | None, used: Tensor | None) -> Fp8Tensor:
+def _quantize(
+    x: Tensor, seed: int | None, granularity: str, cu_seqlens: Tensor | None, used: Tensor | None, *, queries: bool = False
+) -> Fp8Tensor:
     lead, dtype = x.shape[:-2], x.dtype
     rows = _Rows.of(x, cu_seqlens, used)
     y = (x.float() if seed is None else rotate(x, seed)).flatten(0, -3)  # rows, heads, head_dim
@@ -219,7 +221,11 @@ def _quantize(x: Tensor, seed: int | None, granularity: str, cu_seqlens: Tensor 
         top = torch.cat([top, top.new_zeros(1, heads)])  # of no rows too
         top = top.amax(0) if granularity == "head" else top.amax()[None]
     scale = scales_of(top[..., None])
-    data = quantized(y, scale[rows.block] if granularity == "block" else scale).unflatten(0, lead)
+    of_rows = scale[rows.block] if granularity == "block" else scale.expand(y.shape[:-1])
+    data = quantized(y, of_rows)
+    if seed is not None and x.shape[-1] <= AGAIN_TO and y.numel():
+        data = rounded_again(data, y, of_rows, x.flatten(0, -3), seed, queries)
+    data = data.unflatten(0, lead)
     if granularity != "block":
         return Fp8Tensor(data, scale, None, seed, dtype)
     if cu_seqlens is None:

@@ -41,12 +41,15 @@ def on_gpu(**changes: Any) -> QuantizeCase:
 
 @pytest.mark.parametrize("head_dim,head_dim_v,dtype", DIMS)
 def test_head_dims(head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
-    check(on_gpu(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype))
+    for large in (False, True):
+        check(on_gpu(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, large=large))
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_more_tiles_than_programs(head_dim: int) -> None:
-    check(on_gpu(rows=(2100, 2300), heads=(8, 4), bad=True, dtype=BF16, head_dim=head_dim, head_dim_v=head_dim))
+def test_more_tiles_than_programs(head_dim: int, large: bool) -> None:
+    options: dict[str, Any] = {"head_dim": head_dim, "head_dim_v": head_dim, "dtype": BF16, "large": large}
+    check(on_gpu(rows=(2100, 2300), heads=(8, 4), bad=True, **options))
 
 
 @pytest.mark.parametrize("granularity,rotation", [("block", 2**40), ("block", None), ("head", -3), ("tensor", None)])

@@ -36,12 +36,20 @@ def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
     "dims,dtype",
     [((128, 64), torch.bfloat16), ((256, 40), torch.float32), ((72, 96), torch.float16), ((1, 3), torch.bfloat16)],
 )
-def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
-    check(QuantizeCase(drawing(), *dims, batch=1, dtype=dtype))
+@pytest.mark.parametrize("large", [False, True])
+def test_head_dims(dims: tuple[int, int], dtype: torch.dtype, large: bool) -> None:
+    check(QuantizeCase(drawing(), *dims, batch=1, dtype=dtype, large=large))
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{"bad": True}, {"scale": 1e-32, "rows": (7, 16)}, {"strides": "heads first"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bad": True, "large": True}, {"scale": 1e-32, "rows": (7, 16)}, {"scale": 1e-32, "rows": (7, 16), "large": True},
+        {"strides": "heads first"},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_dense_tiles_in_a_loop(dim: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """More tiles than programs, whose last ones have rows of no token."""
     monkeypatch.setattr(fp8_launch, "_launch", None)

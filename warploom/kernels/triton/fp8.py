@@ -10,11 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from warploom.kernels import e4m3
 from warploom.kernels.triton.numerics import INTERPRETED
 from warploom.kernels.triton.packed import find_tile
 
 BLOCK = tl.constexpr(128)  # rows that share a scale
 LARGEST = tl.constexpr(448.0)  # of e4m3
+DOMINATES = tl.constexpr(e4m3.DOMINATES)
 TURNED = tl.constexpr(32)  # columns of v that are transposed at once
 
 
@@ -67,6 +69,7 @@ def quantize_kernel(
     PARTS: tl.constexpr,
     MATRIX_PARTS: tl.constexpr,
     NORM: tl.constexpr,
+    AGAIN: tl.constexpr,
     BY: tl.constexpr,
     TOPS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -84,21 +87,21 @@ def quantize_kernel(
         _block_of(
             pid, q_ptr, q_out_ptr, q_scale_ptr, top_ptr, matrix_ptr, cu_q_ptr, used_q_ptr, stride_qb, stride_qs, stride_qh,
             rows_q, rows_q, heads_q, sequences, 0,
-            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
+            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, AGAIN, True, BY, TOPS, UNIT,
         )  # fmt: skip
     elif pid < programs_q + programs_k:
         first = heads_q if BY == "head" else 1
         _block_of(
             pid - programs_q, k_ptr, k_out_ptr, k_scale_ptr, top_ptr, matrix_ptr, cu_k_ptr, used_k_ptr, stride_kb, stride_ks,
             stride_kh, rows_k, rows_k, heads_kv, sequences, first,
-            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
+            DIM, COLUMNS, False, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, AGAIN, False, BY, TOPS, UNIT,
         )  # fmt: skip
     else:
         first = heads_q + heads_kv if BY == "head" else 2
         _block_of(
             pid - programs_q - programs_k, v_ptr, v_out_ptr, v_scale_ptr, top_ptr, None, cu_k_ptr, used_k_ptr, stride_vb,
             stride_vs, stride_vh, rows_k, sixteens * 16, heads_kv, sequences, first,
-            DIM_V, COLUMNS_V, True, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, BY, TOPS, UNIT,
+            DIM_V, COLUMNS_V, True, SLICES, WIDTH, PARTS, MATRIX_PARTS, NORM, False, False, BY, TOPS, UNIT,
         )  # fmt: skip
 
 
@@ -107,8 +110,8 @@ def _block_of(
     pid, x_ptr, out_ptr, scale_ptr, top_ptr, matrix_ptr, cu_ptr, used_ptr, stride_b, stride_s, stride_h,
     rows, padded, heads, sequences, first_top,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, BY: tl.constexpr, TOPS: tl.constexpr,
-    UNIT: tl.constexpr,
+    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr, AGAIN: tl.constexpr, EVERY: tl.constexpr,
+    BY: tl.constexpr, TOPS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head. Of the rows from its first on, `counted` are read and `written` are written."""
     stride_b, stride_s, stride_h = stride_b * UNIT, stride_s * UNIT, stride_h * UNIT
@@ -163,21 +166,31 @@ def _block_of(
         FACTOR: tl.constexpr = 1.0 if matrix_ptr is None else NORM
         if matrix_ptr is None:
             a = _read(x_ptr, read, DIM, COLUMNS)
+            largest = tl.zeros((BLOCK,), tl.float32)
         else:
-            a = _slice(x_ptr, matrix_ptr, read, 0, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            a, largest = _slice(x_ptr, matrix_ptr, read, 0, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
         b, c, d = a, a, a
         if COUNT >= 2:
-            b = _slice(x_ptr, matrix_ptr, read, 1, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            b, size = _slice(x_ptr, matrix_ptr, read, 1, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            largest = tl.maximum(largest, size)
             a, b = a + b, a - b
         if COUNT == 4:
-            c = _slice(x_ptr, matrix_ptr, read, 2, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-            d = _slice(x_ptr, matrix_ptr, read, 3, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            c, size = _slice(x_ptr, matrix_ptr, read, 2, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            largest = tl.maximum(largest, size)
+            d, size = _slice(x_ptr, matrix_ptr, read, 3, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            largest = tl.maximum(largest, size)
             c, d = c + d, c - d
             a, b, c, d = a + c, b + d, a - c, b - d
         top = _largest(a, b, c, d, COUNT) * FACTOR
         scale = _scale(top, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
         if not TOPS:
             out_ptr += target * DIM + r[:, None] * (heads * DIM)
+            if AGAIN and matrix_ptr is not None:
+                again = (largest > scale * DOMINATES) | EVERY
+                if tl.max(again.to(tl.int32), 0) != 0:
+                    a, b, c, d = _corrected(
+                        a, b, c, d, x_ptr, matrix_ptr, read, scale, largest, again, COUNT, PART, WIDTH, MATRIX_PARTS, NORM
+                    )
             _write(out_ptr, a, FACTOR, scale, kept, PART)
             if COUNT >= 2:
                 _write(out_ptr + PART, b, FACTOR, scale, kept, PART)
@@ -198,8 +211,9 @@ def _slice(
     x_ptr, matrix_ptr, read, AT: tl.constexpr, PART: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
     PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Columns AT * PART on, times the slice's matrix: the products of parts down to 2^-24 of the largest."""
+    """Columns AT * PART on, times the slice's matrix: products of parts to 2^-24 of the largest; and each row's largest."""
     x = _read(x_ptr + AT * PART, read, PART, WIDTH)
+    largest = tl.max(tl.abs(x.to(tl.float32)), 1)
     c = tl.arange(0, WIDTH)
     at = AT * WIDTH * WIDTH + c[:, None] * WIDTH + c[None, :]
     y = tl.zeros((BLOCK, WIDTH), tl.float32)
@@ -215,7 +229,51 @@ def _slice(
             for j in tl.static_range(MATRIX_PARTS):
                 if i + j < 3:
                     y = _product(part.to(tl.bfloat16), tl.load(matrix_ptr + j * SLICES * WIDTH * WIDTH + at), y)
-    return y
+    return y, largest
+
+
+@triton.jit
+def _corrected(
+    a, b, c, d, x_ptr, matrix_ptr, read, scale, largest, again, COUNT: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr,
+    MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Slices less what rounding makes of the largest channel of each row that is rounded ``again`` (`e4m3.rounded_again`)."""
+    channel = tl.full((BLOCK,), COUNT * WIDTH, tl.int32)
+    at = tl.arange(0, WIDTH)[None, :]
+    for n in tl.static_range(COUNT):
+        x = tl.abs(_read(x_ptr + n * PART, read, PART, WIDTH).to(tl.float32))
+        channel = tl.minimum(channel, tl.min(tl.where(x == largest[:, None], at + n * WIDTH, COUNT * WIDTH), 1))
+    of_slice = channel // WIDTH
+    # The channel's row of the matrix: its slices are one slice's row, by the signs that sums and differences of slices have.
+    along = tl.zeros((BLOCK, WIDTH), tl.float32)
+    for n in tl.static_range(COUNT):
+        unit = tl.where(at + n * WIDTH == channel[:, None], 1.0, 0.0).to(tl.bfloat16)
+        for j in tl.static_range(MATRIX_PARTS):
+            place = (j * COUNT + n) * WIDTH * WIDTH + tl.arange(0, WIDTH)[:, None] * WIDTH + at
+            along = _product(unit, tl.load(matrix_ptr + place), along)
+    along *= NORM
+    odd = tl.where(of_slice % 2 == 1, -1.0, 1.0)
+    high = tl.where(of_slice // 2 == 1, -1.0, 1.0)
+    error = _error_along(a, along, scale, NORM)
+    if COUNT >= 2:
+        error += odd * _error_along(b, along, scale, NORM)
+    if COUNT == 4:
+        error += high * _error_along(c, along, scale, NORM) + odd * high * _error_along(d, along, scale, NORM)
+    error = tl.where(again & (tl.abs(error) < float("inf")), error, 0.0) * (scale / NORM)
+    a -= error[:, None] * along
+    if COUNT >= 2:
+        b -= (odd * error)[:, None] * along
+    if COUNT == 4:
+        c -= (high * error)[:, None] * along
+        d -= (odd * high * error)[:, None] * along
+    return a, b, c, d
+
+
+@triton.jit
+def _error_along(y, along, scale, FACTOR: tl.constexpr):
+    """What rounding adds to y * FACTOR / scale, times ``along``, summed over columns."""
+    z = _quotient(y, FACTOR, scale)
+    return tl.sum((e4m3_number(z) - z) * along, 1)
 
 
 @triton.jit
@@ -280,7 +338,13 @@ def scale_of(top):
 
 @triton.jit
 def _rounded(y, FACTOR: tl.constexpr, scale):
-    """The bits of e4m3(y * FACTOR / scale): saturated, and NaN where y is not finite.
+    """The bits of e4m3(y * FACTOR / scale): saturated, and NaN where y is not finite."""
+    return e4m3_bits(_quotient(y, FACTOR, scale))
+
+
+@triton.jit
+def _quotient(y, FACTOR: tl.constexpr, scale):
+    """y * FACTOR / scale.
 
     A quotient by the reciprocal, corrected once, is the rounded quotient (Markstein, Computation of elementary functions on
     the IBM RISC System/6000, 1990); of an infinite number the correction is NaN.
@@ -290,22 +354,38 @@ def _rounded(y, FACTOR: tl.constexpr, scale):
     scale *= away
     inverse = tl.div_rn(1.0, scale)
     z = y * inverse
-    return e4m3_bits(tl.fma(tl.fma(-z, tl.broadcast_to(scale, y.shape), y), tl.broadcast_to(inverse, y.shape), z))
+    return tl.fma(tl.fma(-z, tl.broadcast_to(scale, y.shape), y), tl.broadcast_to(inverse, y.shape), z)
 
 
 @triton.jit
 def e4m3_bits(z):
     """uint8: the e4m3 number next to each of fp32, ties to even, saturated."""
     if INTERPRETED:  # which carries no rounding into an exponent and knows no NaN
-        bits = z.to(tl.int32, bitcast=True)
-        size = tl.minimum(tl.abs(z), 448.0)
-        exponent = tl.maximum(((bits >> 23) & 255) - 127, -6)
-        # Eighths of a power of two, rounded by what a sum of this size drops.
-        eighths = size * tl.exp2(3.0 - exponent.to(tl.float32)) + 12582912.0 - 12582912.0
+        exponent, eighths = _eighths(z)
         code = tl.minimum(exponent * 8 + 48 + eighths.to(tl.int32), 126)
-        return tl.where(z != z, 127, code | ((bits >> 24) & 128)).to(tl.uint8)
+        sign = (z.to(tl.int32, bitcast=True) >> 24) & 128
+        return tl.where(z != z, 127, code | sign).to(tl.uint8)
     else:
         return z.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def e4m3_number(z):
+    """fp32 of what `e4m3_bits` makes of z."""
+    if INTERPRETED:
+        exponent, eighths = _eighths(z)
+        size = tl.minimum(eighths * tl.exp2(exponent.to(tl.float32) - 3.0), 448.0)
+        return tl.where(z < 0, -size, tl.where(z != z, z, size))
+    else:
+        return z.to(tl.float8e4nv).to(tl.float32)
+
+
+@triton.jit
+def _eighths(z):
+    """An exponent and the number of eighths of its power of two that z is, rounded by what a sum of this size drops."""
+    size = tl.minimum(tl.abs(z), 448.0)
+    exponent = tl.maximum(((z.to(tl.int32, bitcast=True) >> 23) & 255) - 127, -6)
+    return exponent, size * tl.exp2(3.0 - exponent.to(tl.float32)) + 12582912.0 - 12582912.0
 
 
 @triton.jit

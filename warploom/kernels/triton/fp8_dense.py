@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from warploom.kernels.triton.fp8 import BLOCK, _product, e4m3_bits, scale_of
+from warploom.kernels.triton.fp8 import BLOCK, DOMINATES, _product, e4m3_bits, e4m3_number, scale_of
+from warploom.kernels.triton.numerics import INTERPRETED
 
 WIDTH = tl.constexpr(64)  # columns of a slice
 # Numbers are read as pairs: one by one, those that are asked for ahead would take twice the registers.
@@ -53,10 +54,13 @@ def quantize_dense_kernel(
     tiles_k,
     SLICES: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """As `fp8.quantize_kernel`, of q, k and v with SLICES · 64 columns and strides in units of 16 bytes.
 
-    A tile is a block of rows of one head. v's are dealt out from the program on at which those of q and k end.
+    A tile is a block of rows of one head. v's are dealt out from the program on at which those of q and k end. With EARLY the
+    next tile is asked for before a tile is rounded, else when it is written. AGAIN: rows are rounded twice.
     """
     first, step = tl.program_id(0), tl.num_programs(0)
     q_ptr, k_ptr = q_ptr.to(tl.pointer_type(tl.int32)), k_ptr.to(tl.pointer_type(tl.int32))
@@ -85,6 +89,9 @@ def quantize_dense_kernel(
         out_ptr = tl.where(of_q, q_out_ptr, k_out_ptr) + ((sequence.to(tl.int64) * rows + row) * heads + head) * DIM
         out = tl.multiple_of(out_ptr, 16) + r[:, None] * (heads * DIM) + column[None, :]
         kept = (r < rows - row)[:, None]
+        largest = 0
+        if AGAIN and not of_q:  # every row of q is rounded again
+            largest = _largest(x0, x1, x2, x3, SLICES)
         a = _product(_numbers(x0), m0, nothing)
         b, c, d = a, a, a
         if SLICES >= 2:
@@ -92,10 +99,11 @@ def quantize_dense_kernel(
         if SLICES == 4:
             c = _product(_numbers(x2), m2, nothing)
             d = _product(_numbers(x3), m3, nothing)
-        sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
-            q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
-            stride_kb, stride_ks, stride_kh, r, SLICES,
-        )  # fmt: skip
+        if EARLY:
+            sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
+                q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
+                stride_kb, stride_ks, stride_kh, r, SLICES,
+            )  # fmt: skip
         if SLICES >= 2:
             a, b = a + b, a - b
         if SLICES == 4:
@@ -113,9 +121,29 @@ def quantize_dense_kernel(
         else:  # the factor is a power of two
             divisor = scale * (1.0 / NORM)
         if divisor < SMALL:
-            _write(out, a, b, c, d, divisor * LIFT, kept, LIFT, SLICES)
+            a, b, c, d, divisor = a * LIFT, b * LIFT, c * LIFT, d * LIFT, divisor * LIFT
+        if AGAIN:
+            least = tl.where(of_q, -1.0, scale * DOMINATES)
+            if largest > least.to(tl.int32, bitcast=True):
+                _, _, _, w0, w1, w2, w3 = _rotated_tile(
+                    q_ptr, k_ptr, tile, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
+                    stride_kb, stride_ks, stride_kh, r, SLICES,
+                )  # fmt: skip
+                _write_again(out, a, b, c, d, w0, w1, w2, w3, m0, divisor, kept, least, SLICES)
+                if EARLY:  # once more: kept, they would take registers here
+                    sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
+                        q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs,
+                        stride_qh, stride_kb, stride_ks, stride_kh, r, SLICES,
+                    )  # fmt: skip
+            else:
+                _write(out, a, b, c, d, divisor, kept, SLICES)
         else:
-            _write(out, a, b, c, d, divisor, kept, 1.0, SLICES)
+            _write(out, a, b, c, d, divisor, kept, SLICES)
+        if not EARLY:
+            sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
+                q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
+                stride_kb, stride_ks, stride_kh, r, SLICES,
+            )  # fmt: skip
     first -= rotated % step
     first = tl.where(first < 0, first + step, first)
     padded = sixteens.to(tl.int64) * 4  # fours of rows
@@ -238,19 +266,95 @@ def _size(y, FINITE: tl.constexpr):
     return size
 
 
+@triton.jit
+def _largest(a, b, c, d, SLICES: tl.constexpr):
+    """Bits of the largest of the slices' pairs of numbers without signs; NaN counts as more than infinity."""
+    a &= 0x7FFF7FFF
+    if SLICES >= 2:
+        a = _most(a, b & 0x7FFF7FFF)
+    if SLICES == 4:
+        a = _most(a, _most(c & 0x7FFF7FFF, d & 0x7FFF7FFF))
+    return tl.max(tl.maximum(a & 0x7FFF0000, a << 16))
+
+
+@triton.jit
+def _most(a, b):
+    """The larger of either half of words, which are not negative."""
+    if INTERPRETED:
+        return tl.maximum(a & 0x7FFF0000, b & 0x7FFF0000) | tl.maximum(a & 0x7FFF, b & 0x7FFF)
+    else:
+        return tl.inline_asm_elementwise("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
 # Rounding
 
 
 @triton.jit
-def _write(out, a, b, c, d, divisor, kept, BY: tl.constexpr, SLICES: tl.constexpr):
-    """e4m3 of the slices' numbers times BY over ``divisor``."""
-    inverse = tl.div_rn(1.0, divisor)
-    tl.store(out, _rounded(a, divisor, inverse, BY), mask=kept)
+def _write_again(out, a, b, c, d, x0, x1, x2, x3, m0, divisor, kept, least, SLICES: tl.constexpr):
+    """``_write``, rows of numbers above ``least`` as `e4m3.rounded_again` rounds them; ``x0`` to ``x3`` are those, in pairs."""
+    key = _channels(x0, 0)
     if SLICES >= 2:
-        tl.store(out + WIDTH, _rounded(b, divisor, inverse, BY), mask=kept)
+        key = tl.maximum(key, _channels(x1, 1))
     if SLICES == 4:
-        tl.store(out + 2 * WIDTH, _rounded(c, divisor, inverse, BY), mask=kept)
-        tl.store(out + 3 * WIDTH, _rounded(d, divisor, inverse, BY), mask=kept)
+        key = tl.maximum(key, tl.maximum(_channels(x2, 2), _channels(x3, 3)))
+    key = tl.max(key, 1)
+    again = (key & 0x7FFF0000).to(tl.float32, bitcast=True) > least
+    channel = 255 - (key & 255)
+    place = channel % WIDTH
+    # The channel's row of the matrix is one row of the first slice's, with one sign a slice: the Hadamard matrix of slices'. A
+    # sign that all slices share falls out, as the row is multiplied by itself.
+    unit = tl.where(tl.arange(0, WIDTH)[None, :] == place[:, None], 1.0, 0.0).to(tl.bfloat16)
+    along = _product(unit, m0, tl.zeros((BLOCK, WIDTH), tl.float32))
+    inverse = tl.div_rn(1.0, divisor)
+    error = _error_along(a, along, divisor, inverse)
+    of_b, of_c, of_d = error, error, error
+    if SLICES >= 2:
+        of_slice = channel // WIDTH
+        of_b = tl.where(of_slice % 2 == 1, -1.0, 1.0)
+        error += of_b * _error_along(b, along, divisor, inverse)
+    if SLICES == 4:
+        of_c = tl.where(of_slice // 2 == 1, -1.0, 1.0)
+        of_d = of_b * of_c
+        error += of_c * _error_along(c, along, divisor, inverse)
+        error += of_d * _error_along(d, along, divisor, inverse)
+    error = tl.where(again & (tl.abs(error) < float("inf")), error * (1.0 / (SLICES * WIDTH)), 0.0)
+    tl.store(out, _rounded_less(a, along, error, divisor, inverse), mask=kept)
+    if SLICES >= 2:
+        tl.store(out + WIDTH, _rounded_less(b, along, error * of_b, divisor, inverse), mask=kept)
+    if SLICES == 4:
+        tl.store(out + 2 * WIDTH, _rounded_less(c, along, error * of_c, divisor, inverse), mask=kept)
+        tl.store(out + 3 * WIDTH, _rounded_less(d, along, error * of_d, divisor, inverse), mask=kept)
+
+
+@triton.jit
+def _channels(x, AT: tl.constexpr):
+    """Of slice AT's pairs the larger number without its sign, and below it how far its channel is from 255."""
+    far = 255 - AT * WIDTH - 2 * tl.arange(0, PAIRS)[None, :]
+    return tl.maximum((x & 0x7FFF0000) | (far - 1), ((x << 16) & 0x7FFF0000) | far)
+
+
+@triton.jit
+def _error_along(y, along, divisor, inverse):
+    """What rounding adds to the quotients of y, times ``along``, summed over columns."""
+    z = _quotient(y, divisor, inverse)
+    return tl.sum((e4m3_number(z) - z) * along, 1)
+
+
+@triton.jit
+def _rounded_less(y, along, error, divisor, inverse):
+    return e4m3_bits(_quotient(y, divisor, inverse) - error[:, None] * along)
+
+
+@triton.jit
+def _write(out, a, b, c, d, divisor, kept, SLICES: tl.constexpr):
+    """e4m3 of the slices' numbers over ``divisor``."""
+    inverse = tl.div_rn(1.0, divisor)
+    tl.store(out, _rounded(a, divisor, inverse, 1.0), mask=kept)
+    if SLICES >= 2:
+        tl.store(out + WIDTH, _rounded(b, divisor, inverse, 1.0), mask=kept)
+    if SLICES == 4:
+        tl.store(out + 2 * WIDTH, _rounded(c, divisor, inverse, 1.0), mask=kept)
+        tl.store(out + 3 * WIDTH, _rounded(d, divisor, inverse, 1.0), mask=kept)
 
 
 @triton.jit
@@ -281,7 +385,12 @@ def _fours(bits):
 
 @triton.jit
 def _rounded(y, divisor, inverse, BY: tl.constexpr):
-    """Bits of e4m3(y * BY / divisor), by the corrected quotient of `fp8._rounded`."""
-    y = y * BY
+    """Bits of e4m3(y * BY / divisor)."""
+    return e4m3_bits(_quotient(y * BY, divisor, inverse))
+
+
+@triton.jit
+def _quotient(y, divisor, inverse):
+    """y / divisor, corrected as that of `fp8._quotient`."""
     z = y * inverse
-    return e4m3_bits(tl.fma(tl.fma(-z, tl.broadcast_to(divisor, y.shape), y), tl.broadcast_to(inverse, y.shape), z))
+    return tl.fma(tl.fma(-z, tl.broadcast_to(divisor, y.shape), y), tl.broadcast_to(inverse, y.shape), z)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from warploom.kernels.e4m3 import COLUMNS, hadamard_norm, slice_matrices, slices
+from warploom.kernels.e4m3 import AGAIN_TO, COLUMNS, hadamard_norm, slice_matrices, slices
 from warploom.kernels.triton.fp8 import BLOCK, quantize_kernel
 from warploom.kernels.triton.fp8_dense import quantize_dense_kernel
 from warploom.kernels.triton.widths import power_of_two
@@ -102,6 +102,7 @@ def _launch(
         "PARTS": _PARTS[dtype],
         "MATRIX_PARTS": 3 if dim & (dim - 1) else 1,
         "NORM": hadamard_norm(dim),
+        "AGAIN": dim <= AGAIN_TO,
         "BY": granularity,
         "TOPS": tops,
         "UNIT": unit,
@@ -121,7 +122,13 @@ def _loops(q: Tensor, dim_v: int, granularity: str, seed: int | None, given: Seq
 def _dense_launch(dim: int, device: int | None) -> Launch:
     """The launch of the loop; ``device`` as in ``_launch``."""
     warps, registers, _ = _DENSE[dim]
-    constants = {"SLICES": dim // COLUMNS, "NORM": hadamard_norm(dim), "num_warps": warps}
+    constants = {
+        "SLICES": dim // COLUMNS,
+        "NORM": hadamard_norm(dim),
+        "EARLY": dim != 128,
+        "AGAIN": dim <= AGAIN_TO,
+        "num_warps": warps,
+    }
     if registers is not None:
         constants["maxnreg"] = registers
     return Launch(quantize_dense_kernel, constants, direct=True)
@@ -135,15 +142,19 @@ def _at_once(dim: int, device: torch.device) -> int:
 
 
 def _matrices(head_dim: int, seed: int, device: torch.device) -> Tensor:
+    found = _kept.get((head_dim, seed, device))
+    if found is not None:
+        return found
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # which cannot wait for a copy
         return _made_matrices(head_dim, seed, device)
-    return _kept_matrices(head_dim, seed, device)
+    # Made on the CPU: the copy is waited for, so that any stream may read what is kept.
+    made = _made_matrices(head_dim, seed, torch.device("cpu")).to(device)
+    if len(_kept) < 64:  # for good, as captured calls read them
+        _kept[head_dim, seed, device] = made
+    return made
 
 
-@lru_cache(maxsize=64)
-def _kept_matrices(head_dim: int, seed: int, device: torch.device) -> Tensor:
-    """Made on the CPU: the copy is waited for, so that any stream may read what is kept."""
-    return _made_matrices(head_dim, seed, torch.device("cpu")).to(device)
+_kept: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
 def _made_matrices(head_dim: int, seed: int, device: torch.device) -> Tensor:
