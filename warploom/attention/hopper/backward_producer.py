@@ -60,7 +60,7 @@ class Producer(Dealer):
     # The scheduler warp
 
     @cute.jit
-    def hand_out(self, given, counters, dk, dv):
+    def hand_out(self, given, counters, dk, dv, sums):
         """The scheduler warp: key blocks in their order to whoever asks first.
 
         It asks once the loader is done with the block before, which leaves that one's last two steps, or ``ahead`` steps
@@ -104,6 +104,9 @@ class Producer(Dealer):
             if n_block * self.tile_n < work.seqlen_k and piece < pieces:
                 publish(shared.words, self.words_at(turn), words, shared.block_full)
                 turn += 1
+            if const_expr(self.config.dealt):  # noqa: SIM102
+                if n_block >= 0 and piece == 0:
+                    self.clear_ahead(work, sums, counters)
             if const_expr(varlen):  # noqa: SIM102
                 if index < total:
                     self.clear_hidden(work, dk, dv)
@@ -298,6 +301,9 @@ class Producer(Dealer):
         steps = self.steps_of(work)
         if steps > 0:
             arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
+            if const_expr(self.config.dealt):  # noqa: SIM102
+                if cute.arch.lane_idx() == 0:
+                    self.wait_for_zeros(work, counters)
         for j in cutlass.range(steps, unroll=1):
             tile = Int32(0)
             if const_expr(not self.config.columns):

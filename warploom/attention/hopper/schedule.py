@@ -196,6 +196,16 @@ def in_waves(index: Any, n_blocks: Any, heads: Any, sections: Any, waves: Any) -
     return n_block, first + inside - n_block * width, (at * waves + inside * waves // (width * n_blocks)) % 2
 
 
+def stretch(section: Any, n_blocks: Any, processors: Any) -> Any:
+    """Key heads whose dQ the blocks of as many before them clear: whole sections, of two blocks a processor or more.
+
+    Each processor has one block in work and one in sight, so that of a stretch all have been handed out, and cleared their share,
+    before the one behind the next begins.
+    """
+    blocks = section * n_blocks
+    return (2 * processors + blocks - 1) // blocks * section
+
+
 BLOCKS_IN_FLIGHT = 120  # about the processors of a device
 L2_BYTES = 32 << 20  # of the cache, for what the blocks of a section share
 
