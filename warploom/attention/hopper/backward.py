@@ -399,7 +399,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
                 if const_expr(self.config.stream_k):
                     self.hand_out_stream_k(given, counters)
                 else:
-                    self.hand_out(given, counters, dk, dv, sums)
+                    self.hand_out(given, counters, dk, dv)
         else:
             self.compute_blocks(given, dk, dv, products, scale, softcap)
 

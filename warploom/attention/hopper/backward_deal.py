@@ -19,10 +19,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import ROW_THREADS
+from warploom.attention.hopper.backward_base import ROW_THREADS, WARPGROUPS
 from warploom.attention.hopper.backward_columns import APART, ColumnWalk
 from warploom.attention.hopper.config import CUTS, FIRST_BLOCKS, LAST_BLOCKS, LONGEST, STRETCHES, TABLE
-from warploom.kernels.cute.basics import choose
+from warploom.kernels.cute.basics import WARP, choose
 from warploom.kernels.cute.columns import FAR, extrema_by_lanes, extrema_of, mask_row
 from warploom.kernels.cute.memory import count_up, wait_for_least
 
@@ -155,47 +155,51 @@ class Dealer(ColumnWalk):
     # Zeros for dQ
 
     @cute.jit
-    def clear_ahead(self, work, sums, counters):
-        """A warp's share of the next stretch's dQ begins at zero: what memory can take beside the steps of blocks.
+    def clear_ahead(self, work, sums, counters, group):
+        """A block's share of the next stretch's dQ begins at zero, a warpgroup's part of it: beside steps memory has time.
 
-        Stretches are key heads in their order, whose tiles follow each other. The kernel before clears the first one.
+        Stretches are key heads in their order, whose tiles follow each other. The kernel before clears the first one. Of a
+        block's pieces the first one does it.
         """
-        given, stretch = work.given, work.given.deal[2]
-        blocks, tiles = stretch * given.n_blocks, stretch * work.group_size * work.m_blocks
-        slice_ = work.batch * (work.heads_q // work.group_size) + work.head
-        own = slice_ // stretch
-        first = (own + 1) * tiles + slice_ % stretch * given.n_blocks + work.n_block
-        past = cutlass.min((own + 2) * tiles, given.slices * work.group_size * work.m_blocks)
-        for tile in cutlass.range(first, past, blocks, unroll=1):
-            self.clear_tile(sums, tile, cute.arch.lane_idx(), 32)
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            count_up(counters.iterator + self.stretch_at(counters, own), 1)
-
-    @cute.jit
-    def clear_tile(self, sums, tile, thread, threads):
-        """Zeros in a query tile of dQ, by so many threads."""
-        zeros = cute.make_rmem_tensor(4, Float32)
-        zeros.fill(0.0)
-        size = self.tile_m * self.config.head_dim
-        into = sums.iterator + Int64(tile) * size + thread * 4
-        for i in cutlass.range_constexpr(size // (4 * threads)):
-            target = cute.make_tensor((into + i * 4 * threads).align(16), cute.make_layout(4))
-            cute.autovec_copy(zeros, target)
+        slice_, stretch, blocks = self.stretch_of(work)
+        tiles = work.group_size * work.m_blocks  # of a key head
+        if work.bounds[0] == 0:
+            first = (stretch + 1) * work.given.deal[2] * tiles + slice_ * work.given.n_blocks + work.n_block - stretch * blocks
+            past = cutlass.min((stretch + 2) * work.given.deal[2], work.given.slices) * tiles
+            for tile in cutlass.range(first, past, blocks, unroll=1):
+                at = sums.iterator + (Int64(tile) * WARPGROUPS + group) * self.part
+                self.zero(at, self.part, cute.arch.lane_idx(), WARP)
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                count_up(self.cleared(counters, stretch), 1)
 
     @cute.jit
     def wait_for_zeros(self, work, counters):
         """One thread waits until all dQ of a block's stretch was zero."""
-        given, stretch = work.given, work.given.deal[2]
-        own = (work.batch * (work.heads_q // work.group_size) + work.head) // stretch
-        if own > 0:
-            rounds = (own - 1) // STRETCHES + 1
-            wait_for_least(counters.iterator + self.stretch_at(counters, own - 1), rounds * stretch * given.n_blocks)
+        _, stretch, blocks = self.stretch_of(work)
+        if stretch > 0:
+            rounds = (stretch - 1) // STRETCHES + 1
+            wait_for_least(self.cleared(counters, stretch - 1), rounds * WARPGROUPS * blocks)
 
-    def stretch_at(self, counters: Any, stretch: Any) -> Any:
+    def stretch_of(self, work: Any) -> tuple[Any, Any, Any]:
+        """Number of a block's key head among those of all batches, of its stretch, and how many blocks a stretch has."""
+        heads = work.given.deal[2]
+        slice_ = work.batch * (work.heads_q // work.group_size) + work.head
+        return slice_, slice_ // heads, heads * work.given.n_blocks
+
+    def cleared(self, counters: Any, stretch: Any) -> Any:
         """Where the blocks of a stretch count that they have cleared their share."""
-        return self.table_at(counters) - STRETCHES + stretch % STRETCHES
+        return counters.iterator + (self.table_at(counters) - STRETCHES + stretch % STRETCHES)
+
+    @cute.jit
+    def zero(self, at, count, thread, threads):
+        """Zeros for so many fp32, by so many threads."""
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        for i in cutlass.range_constexpr(count // (4 * threads)):
+            target = cute.make_tensor((at + (i * threads + thread) * 4).align(16), cute.make_layout(4))
+            cute.autovec_copy(zeros, target)
 
     # The order of heads
 

@@ -60,7 +60,7 @@ class Producer(Dealer):
     # The scheduler warp
 
     @cute.jit
-    def hand_out(self, given, counters, dk, dv, sums):
+    def hand_out(self, given, counters, dk, dv):
         """The scheduler warp: key blocks in their order to whoever asks first.
 
         It asks once the loader is done with the block before, which leaves that one's last two steps, or ``ahead`` steps
@@ -104,9 +104,6 @@ class Producer(Dealer):
             if n_block * self.tile_n < work.seqlen_k and piece < pieces:
                 publish(shared.words, self.words_at(turn), words, shared.block_full)
                 turn += 1
-            if const_expr(self.config.dealt):  # noqa: SIM102
-                if n_block >= 0 and piece == 0:
-                    self.clear_ahead(work, sums, counters)
             if const_expr(varlen):  # noqa: SIM102
                 if index < total:
                     self.clear_hidden(work, dk, dv)
@@ -277,6 +274,8 @@ class Producer(Dealer):
         while n_block >= 0:
             work = self.read_block(given, n_block, turn, base)
             cute.arch.mbarrier_arrive(given.shared.block_empty)
+            if const_expr(self.config.dealt):
+                self.clear_ahead(work, sums, counters, warp)
             self.write(work, sums, counters, warp, given.left, given.right)
             base += self.steps_of(work)
             turn += 1

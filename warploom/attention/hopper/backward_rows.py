@@ -67,11 +67,13 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
         slopes = slopes_of(bias) if const_expr(self.biased) else None
         distances = distances_of(bias) if const_expr(self.reads_distances) else None
         if const_expr(not self.config.claims):
+            size = tile_m * self.config.head_dim
+            into = sums.iterator + Int64(index) * size
             if const_expr(cleared is None):
-                self.clear_tile(sums, index, thread, ROW_THREADS)
+                self.zero(into, size, thread, ROW_THREADS)
             else:
                 if index < cleared:
-                    self.clear_tile(sums, index, thread, ROW_THREADS)
+                    self.zero(into, size, thread, ROW_THREADS)
         if const_expr(self.config.persistent):  # noqa: SIM102
             if index == 0:
                 past = counters.shape[0]  # type: ignore[union-attr]

@@ -197,13 +197,13 @@ def in_waves(index: Any, n_blocks: Any, heads: Any, sections: Any, waves: Any) -
 
 
 def stretch(section: Any, n_blocks: Any, processors: Any) -> Any:
-    """Key heads whose dQ the blocks of as many before them clear: whole sections, of two blocks a processor or more.
+    """Key heads whose dQ the blocks of as many before them clear: whole sections, of as many blocks as processors or more.
 
-    Each processor has one block in work and one in sight, so that of a stretch all have been handed out, and cleared their share,
-    before the one behind the next begins.
+    A block clears its share before its steps. So all of a stretch have, or are about to, when the next one's first block begins.
+    A processor holds two blocks at the most, of which one may wait for zeros: four stretches are never under way at once.
     """
     blocks = section * n_blocks
-    return (2 * processors + blocks - 1) // blocks * section
+    return (processors + blocks - 1) // blocks * section
 
 
 BLOCKS_IN_FLIGHT = 120  # about the processors of a device
