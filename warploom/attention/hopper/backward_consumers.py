@@ -466,19 +466,21 @@ class Consumers(Dealer, DropoutSteps):
 
     def look_at(self, r: Any, stage: Any) -> None:
         """What a step begins with."""
-        if self.fold:
+        if self.fold and self.looks_ahead:
             self.begin_at_delta(r, self.statistics(r, stage, 1))
 
     @cute.jit
     def end_step(self, r, j):
         """Wait for the step's last product, and under it look at the next one, as ``await_step`` has it; 1 past the last."""
-        stage, phase = schedule.ring(j + 1, self.stages)
-        there = has_come(r.shared.q_full + stage, phase)
-        self.look_at(r, stage)
-        tested = self.announced(r.shared.words, stage)[1]
-        there = cute.arch.make_warp_uniform(there)
-        warpgroup.wait_group(0)
-        release(r.shared.q_empty + schedule.ring(j, self.stages)[0])
+        tested, there = Int32(0), Int32(0)
+        if const_expr(self.looks_ahead):
+            stage, phase = schedule.ring(j + 1, self.stages)
+            there = has_come(r.shared.q_full + stage, phase)
+            self.look_at(r, stage)
+            tested = self.announced(r.shared.words, stage)[1]
+            there = cute.arch.make_warp_uniform(there)
+            warpgroup.wait_group(0)
+            release(r.shared.q_empty + schedule.ring(j, self.stages)[0])
         if j + 1 == r.past:
             tested = Int32(1)
         elif there == 0:
@@ -515,7 +517,7 @@ class Consumers(Dealer, DropoutSteps):
                 self.clear_unseeing(r, j)
         if const_expr(config.columns and masked):
             self.find_hidden(r, work, m, stage)
-        if const_expr(self.fold and not config.columns):
+        if const_expr(self.fold and not self.looks_ahead):
             self.begin_at_delta(r, self.statistics(r, stage, 1))
         if const_expr(near):
             self.begin_near(r, m)

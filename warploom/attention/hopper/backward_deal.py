@@ -27,6 +27,7 @@ from warploom.kernels.cute.columns import FAR, extrema_by_lanes, extrema_of, mas
 from warploom.kernels.cute.memory import count_up, wait_for_least
 
 MOST_BLOCKS = 4096  # that the kernel before looks at, the last ones of the call
+ALIKE_BLOCKS = 1024  # of one head, that are looked at once for all heads
 MOST_STEPS = (1 << 30) // MOST_BLOCKS
 NO_CUT = -(1 << 30)
 COUNTED = schedule.MOST_PIECES + 1
@@ -49,39 +50,30 @@ class Dealer(ColumnWalk):
         @cute.struct
         class Storage:
             steps: cute.struct.Align[cute.struct.MemRange[Int32, MOST_BLOCKS], 16]
+            alike: cute.struct.Align[cute.struct.MemRange[Int32, ALIKE_BLOCKS], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Int32, ROW_THREADS], 16]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         steps = storage.steps.get_tensor(cute.make_layout(MOST_BLOCKS))
+        alike = storage.alike.get_tensor(cute.make_layout(ALIKE_BLOCKS))
         sums = storage.sums.get_tensor(cute.make_layout(ROW_THREADS))
         table, thread = self.table_at(counters), cute.arch.thread_idx()[0]
         total = given.n_blocks * given.slices
-        count = cutlass.min(total, MOST_BLOCKS)
-        for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
-            steps[i] = self.steps_seen(given, total - count + i)
-        cute.arch.sync_threads()
-        # A thread's blocks, counted from the last one of the call.
-        each = cute.ceil_div(count, ROW_THREADS)
-        first, past = cutlass.min(thread * each, count), cutlass.min(thread * each + each, count)
-        own = Int32(0)
-        for i in cutlass.range(first, past, unroll=1):
-            own += steps[count - 1 - i]
-        rest, all_steps = self.sums_before(sums, thread, own)
-        mean = all_steps // cutlass.max(count, 1)
+        count, first, past, rest, mean = self.look_at_last(given, steps, alike, sums)
         left, cuts = rest, Int32(0)
         for i in cutlass.range(first, past, unroll=1):
             left += steps[count - 1 - i]
             pieces = schedule.guided_pieces(steps[count - 1 - i], left, mean, processors, self.tile_m, choose)
             cuts += choose(pieces > 1, HALF, 0) + pieces - 1
+            steps[count - 1 - i] = pieces  # of this thread alone
         for i in cutlass.range(thread, CUTS, ROW_THREADS, unroll=1):
             counters[table + 1 + 3 * i] = Int32(NO_CUT)
         if thread == 0:
             counters[table] = Int32(0)
         before, _ = self.sums_before(sums, thread, cuts)
-        number, more, left = before // HALF, before % HALF, rest
+        number, more = before // HALF, before % HALF
         for i in cutlass.range(first, past, unroll=1):
-            left += steps[count - 1 - i]
-            pieces = schedule.guided_pieces(steps[count - 1 - i], left, mean, processors, self.tile_m, choose)
+            pieces = steps[count - 1 - i]
             if pieces > 1:
                 more += pieces - 1
                 number += 1
@@ -89,6 +81,37 @@ class Dealer(ColumnWalk):
                     block, at = total - 1 - i, table + 3 * number - 2
                     counters[at], counters[at + 1], counters[at + 2] = block - more, block, pieces
                     cute.arch.atomic_max(counters.iterator + table, more)
+
+    @cute.jit
+    def look_at_last(self, given, found, alike, sums):
+        """``amount_of`` of the call's last blocks: how many they are; a thread's share of them, counted from the last one; what
+        is behind that share; the mean.
+
+        Where all heads have one mask, blocks of the same keys are ``alike``, and are looked at once: while memory is as busy as
+        here, each look takes microseconds.
+        """
+        thread, bounds = cute.arch.thread_idx()[0], given.columns.bounds
+        total = given.n_blocks * given.slices
+        count = cutlass.min(total, MOST_BLOCKS)
+        if bounds.shape[0] * bounds.shape[1] == 1 and given.n_blocks <= ALIKE_BLOCKS:
+            width = cutlass.min(given.section, given.slices)
+            for n_block in cutlass.range(thread, given.n_blocks, ROW_THREADS, unroll=1):
+                alike[n_block] = self.amount_of(given, n_block * width)
+            cute.arch.sync_threads()
+            for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
+                n_block, _ = schedule.sections(total - count + i, given.n_blocks, given.slices, given.section, choose)
+                found[i] = alike[n_block]
+        else:
+            for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
+                found[i] = self.amount_of(given, total - count + i)
+        cute.arch.sync_threads()
+        each = cute.ceil_div(count, ROW_THREADS)
+        first, past = cutlass.min(thread * each, count), cutlass.min(thread * each + each, count)
+        own = Int32(0)
+        for i in cutlass.range(first, past, unroll=1):
+            own += found[count - 1 - i]
+        rest, amount = self.sums_before(sums, thread, own)
+        return count, first, past, rest, amount // cutlass.max(count, 1)
 
     @cute.jit
     def sums_before(self, sums, thread, own):
@@ -103,10 +126,16 @@ class Dealer(ColumnWalk):
         return before, total
 
     @cute.jit
-    def steps_seen(self, given, index):
-        """Steps of a block, whose heads the first of the group stands for; so many at the most that sums stay in 32 bits."""
+    def amount_of(self, given, index):
+        """Query tiles that a block sees, of all heads of a group where blocks are dealt; the first of them stands for all.
+
+        So many at the most that sums stay in 32 bits.
+        """
         work = self.describe(given, index)
-        return cutlass.min(work.group_size * self.tiles_seen(work), MOST_STEPS)
+        amount = self.tiles_seen(work)
+        if const_expr(self.config.dealt):
+            amount = cutlass.min(work.group_size * amount, MOST_STEPS)
+        return amount
 
     @cute.jit
     def tiles_seen(self, work):
@@ -246,30 +275,21 @@ class Dealer(ColumnWalk):
         @cute.struct
         class Storage:
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, MOST_BLOCKS], 16]
+            alike: cute.struct.Align[cute.struct.MemRange[Int32, ALIKE_BLOCKS], 16]
             seen: cute.struct.Align[cute.struct.MemRange[Int32, LAST_BLOCKS], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Int32, ROW_THREADS], 16]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         tiles = storage.tiles.get_tensor(cute.make_layout(MOST_BLOCKS))
+        alike = storage.alike.get_tensor(cute.make_layout(ALIKE_BLOCKS))
         seen = storage.seen.get_tensor(cute.make_layout(LAST_BLOCKS))
         sums = storage.sums.get_tensor(cute.make_layout(ROW_THREADS))
         thread = cute.arch.thread_idx()[0]
-        total = given.n_blocks * given.slices
-        looked_at, count = cutlass.min(total, MOST_BLOCKS), cutlass.min(total, LAST_BLOCKS)
-        for i in cutlass.range(thread, looked_at, ROW_THREADS, unroll=1):
-            work = self.describe(given, total - looked_at + i)
-            tiles[i] = self.tiles_seen(work)
         if thread < FIRST_BLOCKS:
             counters[self.first_at(counters) + thread] = Int32(FAR)
-        cute.arch.sync_threads()
-        # A thread's blocks, counted from the last one of the call.
-        each = cute.ceil_div(looked_at, ROW_THREADS)
-        first, past = cutlass.min(thread * each, looked_at), cutlass.min(thread * each + each, looked_at)
-        own = Int32(0)
-        for i in cutlass.range(first, past, unroll=1):
-            own += tiles[looked_at - 1 - i]
-        rest, all_tiles = self.sums_before(sums, thread, own)
-        mean = all_tiles // cutlass.max(looked_at, 1)
+        looked_at, first, past, rest, mean = self.look_at_last(given, tiles, alike, sums)
+        total = given.n_blocks * given.slices
+        count = cutlass.min(total, LAST_BLOCKS)
         left, found = rest, Int32(0)
         for i in cutlass.range(first, past, unroll=1):
             left += tiles[looked_at - 1 - i]

@@ -274,8 +274,6 @@ class Producer(Dealer):
         while n_block >= 0:
             work = self.read_block(given, n_block, turn, base)
             cute.arch.mbarrier_arrive(given.shared.block_empty)
-            if const_expr(self.config.dealt):
-                self.clear_ahead(work, sums, counters, warp)
             self.write(work, sums, counters, warp, given.left, given.right)
             base += self.steps_of(work)
             turn += 1
@@ -300,9 +298,10 @@ class Producer(Dealer):
         steps = self.steps_of(work)
         if steps > 0:
             arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
-            if const_expr(self.config.dealt):  # noqa: SIM102
-                if cute.arch.lane_idx() == 0:
-                    self.wait_for_zeros(work, counters)
+        if const_expr(self.config.dealt):
+            self.clear_ahead(work, sums, counters, group)
+            if cute.arch.lane_idx() == 0:
+                self.wait_for_zeros(work, counters)
         for j in cutlass.range(steps, unroll=1):
             tile = Int32(0)
             if const_expr(not self.config.columns):
