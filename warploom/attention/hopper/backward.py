@@ -133,9 +133,9 @@ class HopperBackward(RowKernels, Producer, Consumers):
         if const_expr(self.reads_distances):
             table_heads = bias[0].shape[0]  # type: ignore[index]
             self.spread(bias, scale).launch(grid=[table_heads, 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
-        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *zeroed, looked_at, masked, bias, m_blocks, cleared).launch(
-            grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
-        )  # fmt: skip
+        self.before(
+            out, dout, lse, dlse, sums, stats, counters, cu_q, *zeroed, looked_at, masked, bias, m_blocks, cleared
+        ).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
         modes = [0, 2, 1] if const_expr(varlen) else [1, 3, 2, 0]
         views = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v, dout)]

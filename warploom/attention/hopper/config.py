@@ -242,8 +242,8 @@ class BackwardConfig:
     def counters(self, tiles: int, split: int = 0) -> int:
         """Counters of all tiles, of the eight warps' sums of each split key block, and of persistent blocks' key blocks.
 
-        Before the last one the table of a masked call's cut key blocks, with the counters of stretches before it, or the order of
-        the last ones.
+        Before the last one the table of a masked call's cut key blocks, behind the counters of stretches, or the order of the
+        last ones.
         """
         return tiles * self.states + 8 * split + (STRETCHES + TABLE) * self.dealt + self.ordered + int(self.persistent)
 
