@@ -394,7 +394,7 @@ def test_heads_go_abreast_or_one_after_the_other(kind: str, built: Built) -> Non
     ("batch", "processors", "slots", "own"), [(1, 40, 1000, 4), (2, 132, 1000, 4), (2, 132, 9, 4), (2, 132, 1000, 1)]
 )
 def test_long_blocks_are_cut(batch: int, processors: int, slots: int, own: int, built: Built) -> None:
-    """As ``guided_pieces`` has it, of no more blocks than may be; of those the last ones. Heads have one mask or each its own."""
+    """As ``guided_pieces`` has it, of no more blocks than may be; of those the last ones. Heads have one mask or four."""
     name, seqlen_q, seqlen_k, heads_kv, section = "head_dim 64, causal", 9000, 70 * 128, 2, 2
     seed, config = random.randrange(2**32), COLUMNS[name]
     print(f"seed {seed}")
@@ -521,7 +521,7 @@ def test_lanes_find_each_others_elements(keys_each: int, left: bool) -> None:
     generator, keys = torch.Generator().manual_seed(seed), 4 * keys_each - 13
     mask = drawn(1, 200, keys, True, generator).resolve(200, keys)
     vectors = [t[0, 0].tolist() for t in mask.vectors]
-    shown = owndense(mask, 200, keys)[0, 0]
+    shown = masks_dense(mask, 200, keys)[0, 0]
     band = torch.arange(keys)[None] - (keys - 200) - torch.arange(200)[:, None]
     shown = shown & (band <= 0) & (band >= -70 if left else band < 1000)
     arch = SimpleNamespace()
@@ -566,7 +566,7 @@ def test_walk_classifies_as_tiles_do() -> None:
         mask = drawn(3, 400, 1100, causal, generator).resolve(400, 1100)._replace(right=None)
         bounds = tiles.column_bounds(mask, 400, 1100, 128)
         edges = tiles.block_edges(1100, 128)
-        dead = ~owndense(mask, 400, 1100).any(2)
+        dead = ~masks_dense(mask, 400, 1100).any(2)
         for tile_m in (64, 80):
             for m in range(0, 400, tile_m):
                 stop = min(m + tile_m, 400)
@@ -583,7 +583,7 @@ def test_walk_classifies_as_tiles_do() -> None:
                             assert may_hold_dead(extrema, 400)
 
 
-def owndense(mask: Any, seqlen_q: int, seqlen_k: int) -> Tensor:
+def masks_dense(mask: Any, seqlen_q: int, seqlen_k: int) -> Tensor:
     """What is visible, by definition: bool (batch|1, heads|1, seqlen_q, seqlen_k)."""
     row = torch.arange(seqlen_q)[:, None]
     lts, lte, uts, ute = (t[:, :, None] for t in mask.vectors)

@@ -199,7 +199,7 @@ def in_waves(index: Any, n_blocks: Any, heads: Any, sections: Any, waves: Any) -
 def stretch(section: Any, n_blocks: Any, processors: Any) -> Any:
     """Key heads whose dQ the blocks of as many before them clear: whole sections, of as many blocks as processors or more.
 
-    A block clears its share before its steps, so all of a stretch have, or are about to, when the next one's first block begins.
+    A block clears its share before its steps: all of a stretch have, or are about to, when the next one's first block begins.
     A processor holds two blocks at the most, of which one may wait for zeros: four stretches are never under way at once.
     """
     blocks = section * n_blocks
