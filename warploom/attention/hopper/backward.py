@@ -3,7 +3,8 @@
 Scores are kept transposed, keys down and queries across, so that P and dS leave the accumulators of their GEMMs as the left
 operands of dV += Pᵀ dO and dK += dSᵀ Q without passing through shared memory. Only dQ needs dS of both warpgroups, and sums
 over key blocks: its tiles are added to an fp32 accumulator in global memory by TMA. A kernel before prepares the row
-statistics and zeroes that accumulator, a kernel after rounds it (Shah et al., FlashAttention-3, arXiv 2407.08608).
+statistics and zeroes that accumulator, a kernel after rounds it (Shah et al., FlashAttention-3, arXiv 2407.08608). Under a
+column mask blocks zero what blocks of later heads add to.
 
 Blocks may be persistent, one a processor: then a warp of the producer's asks for the next key block when all queries of this
 one are on their way, and what that one reads first arrives while this one ends.

@@ -7,6 +7,8 @@ small. The pieces of a block follow each other. Each leaves its sums of dK and d
 
 Past 128 the last blocks go longest first instead, and those that would outlast all behind them begin the call.
 
+And where blocks are dealt, who clears which part of dQ: memory has time for that beside the steps, the kernel before has not.
+
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
 
@@ -27,7 +29,6 @@ from warploom.kernels.cute.columns import FAR, extrema_by_lanes, extrema_of, mas
 from warploom.kernels.cute.memory import count_up, wait_for_least
 
 MOST_BLOCKS = 4096  # that the kernel before looks at, the last ones of the call
-ALIKE_BLOCKS = 1024  # of one head, that are looked at once for all heads
 MOST_STEPS = (1 << 30) // MOST_BLOCKS
 NO_CUT = -(1 << 30)
 COUNTED = schedule.MOST_PIECES + 1
@@ -50,16 +51,14 @@ class Dealer(ColumnWalk):
         @cute.struct
         class Storage:
             steps: cute.struct.Align[cute.struct.MemRange[Int32, MOST_BLOCKS], 16]
-            alike: cute.struct.Align[cute.struct.MemRange[Int32, ALIKE_BLOCKS], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Int32, ROW_THREADS], 16]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         steps = storage.steps.get_tensor(cute.make_layout(MOST_BLOCKS))
-        alike = storage.alike.get_tensor(cute.make_layout(ALIKE_BLOCKS))
         sums = storage.sums.get_tensor(cute.make_layout(ROW_THREADS))
         table, thread = self.table_at(counters), cute.arch.thread_idx()[0]
         total = given.n_blocks * given.slices
-        count, first, past, rest, mean = self.look_at_last(given, steps, alike, sums)
+        count, first, past, rest, mean = self.look_at_last(given, steps, sums)
         left, cuts = rest, Int32(0)
         for i in cutlass.range(first, past, unroll=1):
             left += steps[count - 1 - i]
@@ -83,27 +82,15 @@ class Dealer(ColumnWalk):
                     cute.arch.atomic_max(counters.iterator + table, more)
 
     @cute.jit
-    def look_at_last(self, given, found, alike, sums):
+    def look_at_last(self, given, found, sums):
         """``amount_of`` of the call's last blocks: how many they are; a thread's share of them, counted from the last one; what
         is behind that share; the mean.
-
-        Where all heads have one mask, blocks of the same keys are ``alike``, and are looked at once: while memory is as busy as
-        here, each look takes microseconds.
         """
-        thread, bounds = cute.arch.thread_idx()[0], given.columns.bounds
+        thread = cute.arch.thread_idx()[0]
         total = given.n_blocks * given.slices
         count = cutlass.min(total, MOST_BLOCKS)
-        if bounds.shape[0] * bounds.shape[1] == 1 and given.n_blocks <= ALIKE_BLOCKS:
-            width = cutlass.min(given.section, given.slices)
-            for n_block in cutlass.range(thread, given.n_blocks, ROW_THREADS, unroll=1):
-                alike[n_block] = self.amount_of(given, n_block * width)
-            cute.arch.sync_threads()
-            for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
-                n_block, _ = schedule.sections(total - count + i, given.n_blocks, given.slices, given.section, choose)
-                found[i] = alike[n_block]
-        else:
-            for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
-                found[i] = self.amount_of(given, total - count + i)
+        for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
+            found[i] = self.amount_of(given, total - count + i)
         cute.arch.sync_threads()
         each = cute.ceil_div(count, ROW_THREADS)
         first, past = cutlass.min(thread * each, count), cutlass.min(thread * each + each, count)
@@ -275,19 +262,17 @@ class Dealer(ColumnWalk):
         @cute.struct
         class Storage:
             tiles: cute.struct.Align[cute.struct.MemRange[Int32, MOST_BLOCKS], 16]
-            alike: cute.struct.Align[cute.struct.MemRange[Int32, ALIKE_BLOCKS], 16]
             seen: cute.struct.Align[cute.struct.MemRange[Int32, LAST_BLOCKS], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Int32, ROW_THREADS], 16]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         tiles = storage.tiles.get_tensor(cute.make_layout(MOST_BLOCKS))
-        alike = storage.alike.get_tensor(cute.make_layout(ALIKE_BLOCKS))
         seen = storage.seen.get_tensor(cute.make_layout(LAST_BLOCKS))
         sums = storage.sums.get_tensor(cute.make_layout(ROW_THREADS))
         thread = cute.arch.thread_idx()[0]
         if thread < FIRST_BLOCKS:
             counters[self.first_at(counters) + thread] = Int32(FAR)
-        looked_at, first, past, rest, mean = self.look_at_last(given, tiles, alike, sums)
+        looked_at, first, past, rest, mean = self.look_at_last(given, tiles, sums)
         total = given.n_blocks * given.slices
         count = cutlass.min(total, LAST_BLOCKS)
         left, found = rest, Int32(0)
