@@ -67,6 +67,20 @@ class Barriers(Core):
 
         return wait
 
+    def _mbarrier_test_wait(self, x: Instruction) -> Run:
+        target, where, parity = map(str, x.operands[:3])
+
+        def look(warp: Warp, mask: int) -> bool:
+            barrier = self.barrier(warp, self.one(self.address(warp, where), mask))
+            there = barrier.passed(self.one(self.value(warp, parity), mask))
+            if there:
+                warp.join(barrier.clock)
+            warp.guessing = not there
+            self.set(warp, target, there, mask)
+            return True
+
+        return look
+
     def _named(self, warp: Warp, number: int) -> Meeting:
         if not 0 <= number < 16:
             raise ProtocolError(f"{warp.name}: named barrier {number}")

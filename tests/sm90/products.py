@@ -88,6 +88,7 @@ class Products(Shared):
         left = int(str(x.operands[0]))
 
         def wait(warp: Warp, mask: int) -> bool:
+            warp.guessing = False
             while len(warp.wgmma) > left:
                 for factor in warp.wgmma.pop(0):
                     factor.time = warp.time

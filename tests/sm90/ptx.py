@@ -44,7 +44,7 @@ class Instruction:
         head = self.parts[0]
         if head in WRITES_NOTHING:
             return ()
-        if head == "mbarrier" and self.parts[1] not in ("arrive", "try_wait"):
+        if head == "mbarrier" and self.parts[1] not in ("arrive", "try_wait", "test_wait"):
             return ()
         if (head == "wgmma" and self.parts[1] != "mma_async") or not self.operands:
             return ()

@@ -40,6 +40,10 @@ class Shared(Core):
         size = int(x.parts[-1][1:]) // 8
 
         def load(warp: Warp, mask: int) -> bool:
+            if warp.guessing:
+                for target in targets:
+                    self.set(warp, target, UNKNOWN, mask)
+                return True
             address = self.address(warp, where)
             self._read(warp, self._granules(address, size * len(targets), mask), f"line {x.line}")
             for n, target in enumerate(targets):

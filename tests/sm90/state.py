@@ -150,6 +150,7 @@ class Warp:
         self.registers: dict[str, Value] = {}
         self.at: dict[int, int] = {0: EVERY}  # lanes by their instruction
         self.waits: Callable[[], bool] | None = None
+        self.guessing = False  # a barrier was not there yet: what is read before products end is not used
         self.open: list[Factor] = []
         self.wgmma: list[list[Factor]] = []
         self.bulk_open, self.bulk = Group(), []  # type: ignore[var-annotated]

@@ -207,19 +207,19 @@ def backward_names(config: BackwardConfig) -> list[str]:
 def backward(
     traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
     split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None, handed_out: int = 0,
-    sequences: Sequences | None = None, cuts: dict[int, int] | None = None,
+    sequences: Sequences | None = None, cuts: dict[int, int] | None = None, batches: int = 1,
 ) -> Launch:  # fmt: skip
     """As ``forward``; ``blocks`` 0: one for each key block.
 
     ``bounds``: of a column mask, ``fine_and_coarse``; ``handed_out`` of its key blocks before the first, ``cuts``: pieces of
-    those that are cut.
+    those that are cut; ``batches``: so many have it in common, and what is stored to their sums is watched.
     """
     dim, dim_v = config.head_dim, config.head_dim_v
     span = config.tile_n * (2 if config.pair else 1)
     m_blocks, n_blocks = -(-seqlen_q // config.tile_m), -(-seqlen_k // span)
     values: dict[str, Any] = {
-        "q": ((seqlen_q, dim, heads, 1), ()), "do": ((seqlen_q, dim_v, heads, 1), ()),
-        "k": ((seqlen_k, dim, 1, 1), ()), "v": ((seqlen_k, dim_v, 1, 1), ()),
+        "q": ((seqlen_q, dim, heads, batches), ()), "do": ((seqlen_q, dim_v, heads, batches), ()),
+        "k": ((seqlen_k, dim, 1, batches), ()), "v": ((seqlen_k, dim_v, 1, batches), ()),
         "dk": ((1, seqlen_k, 1, dim), (seqlen_k * dim, dim, dim)),
         "dv": ((1, seqlen_k, 1, dim_v), (seqlen_k * dim_v, dim_v, dim_v)),
     }  # fmt: skip
@@ -232,14 +232,14 @@ def backward(
             "k": ((1 << 24, dim, 1, seqlen_k + 1), ()), "v": ((1 << 24, dim_v, 1, seqlen_k + 1), ()),
             "dk": ((seqlen_k, 1, dim), (dim, dim)), "dv": ((seqlen_k, 1, dim_v), (dim_v, dim_v)),
         }  # fmt: skip
-    steps = heads * m_blocks
+    steps, total = heads * m_blocks, n_blocks * batches
     values |= {
         "sums": ((1 << 20,), ()), "partial": ((1 << 20,), (), SUMS), "stats": ((1 << 20,), ()), "pingpong": ((COUNTERS,), ()),
-        "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": 1,
+        "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": batches,
         **DROPPED, "slopes": ((1, heads), (heads,)), "origin": ENTRIES // 2, "table": ((heads, ENTRIES), (ENTRIES,)),
         "spread": ((heads * head_length(ENTRIES),), ()), "gradient": ((heads, ENTRIES), (ENTRIES,)),
-        "left": left, "right": 0, "section": 1, "items": n_blocks - split + -(-split * steps // each),
-        "whole": n_blocks - split if config.stream_k else n_blocks, "split": split, "each": each, "steps": steps,
+        "left": left, "right": 0, "section": 1, "items": total - split + -(-split * steps // each),
+        "whole": total - split if config.stream_k else total, "split": split, "each": each, "steps": steps,
     }  # fmt: skip
     names = backward_names(config)
     words = _facts(names, heads)
@@ -265,7 +265,8 @@ def backward(
     return launch(
         traced, values, names, grid=blocks or n_blocks * (2 if config.pair else 1), words=words, ordered=config.deterministic,
         reads=config.columns or config.bias == "distance", cluster=2 if config.pair else 1,
-        watched=range(SUMS, SUMS + (4 << 20)) if split or cuts else range(0),
+        watched=range(names.index("sums") + 1 << 32, names.index("sums") + 2 << 32) if batches > 1
+        else range(SUMS, SUMS + (4 << 20)) if split or cuts else range(0),
     )  # fmt: skip
 
 
@@ -291,9 +292,12 @@ def before(
         "lse": ((q[0], q[2], q[1]), (q[1] * q[2], q[1])), "counters": ((COUNTERS,), (), SUMS),
         "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
         "n_blocks": n_blocks, "section": section, "left": 0, "right": 0, "m_blocks": m_blocks,
-        "blocks": processors, "slots": slots,
+        "blocks": processors, "slots": slots, "cleared": 0,
     }  # fmt: skip
-    names = names_of("out do lse sums stats counters q bounds k n_blocks section left right blocks slots m_blocks", True)
+    names = names_of(
+        "out do lse sums stats counters q bounds k n_blocks section left right blocks slots m_blocks", True,
+        "cleared", config.dealt,
+    )  # fmt: skip
     start = names.index("bounds") + 1 << 32
     words = {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
     return launch(traced, values, names, words=words, watched=range(SUMS, SUMS + 4 * COUNTERS))

@@ -151,6 +151,19 @@ class Adding(Agreeing):
             pieces.append(piece)
 
 
+class Clearing(Agreeing):
+    """Who adds to a part of so many bytes, from the first that is not zero at the beginning on, comes after all its zeros."""
+
+    def __init__(self, kernel: Any, launch: Any, seed: int, blocks: int, first: int, size: int) -> None:
+        self.first, self.size = first, size
+        super().__init__(kernel, launch, seed, blocks)
+
+    def _global(self, warp: Warp, target: int, kind: str) -> None:
+        for at in range(target, target + self.size, 16) if target >= self.first else ():
+            self._taken(warp, at)
+        super()._global(warp, target, kind)
+
+
 class Turning(Agreeing):
     """Keeps what counters in global memory come to, one after the other."""
 
@@ -235,6 +248,23 @@ def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: B
         assert sorted(found) == expected
     assert sum(map(len, machine.added.values())) == parts * len(expected)
     assert len(machine.added) == parts * len({(key % 128 * config.pair, queries) for key, queries in expected})
+
+
+@builds
+@pytest.mark.parametrize("processors", [1, 3])
+@pytest.mark.parametrize("name", ["head_dim 128, causal", "head_dim 64, causal", "head_dim 96, window"])
+def test_dq_of_later_heads_begins_at_zero(name: str, processors: int, built: Built) -> None:
+    """Blocks of a key head clear the next one's dQ; who adds to it comes after all zeros."""
+    seed, batches, config = random.randrange(2**32), 6, COLUMNS[name]
+    print(f"seed {seed}")
+    resolved, bounds, options = masked(name, 1, seed)
+    traced = built.traced(name)
+    launch = backward(traced, config, QUERIES, KEYS, processors, bounds=bounds, batches=batches, **options)
+    size = 4 * config.tile_m * config.head_dim // 2  # of a warpgroup's part of a tile
+    each = 2 * 2 * -(-QUERIES // config.tile_m) * size  # of a key head, with two query heads
+    machine = Clearing(traced.kernel, launch, seed, processors, launch.watched.start + each, size).run()
+    assert sum(map(len, machine.added.values())) == 2 * batches * len(visible_steps(name, resolved))
+    assert sorted(machine.handed) == list(range(launch.watched.start + each, launch.watched.start + batches * each, 16))
 
 
 DETERMINISTIC = [
@@ -360,26 +390,28 @@ def test_heads_go_abreast_or_one_after_the_other(kind: str, built: Built) -> Non
 
 
 @builds
-@pytest.mark.parametrize(("batch", "processors", "slots"), [(1, 40, 1000), (2, 132, 1000), (2, 132, 9)])
-def test_long_blocks_are_cut(batch: int, processors: int, slots: int, built: Built) -> None:
-    """As ``guided_pieces`` has it, of no more blocks than may be; of those the last ones."""
+@pytest.mark.parametrize(
+    ("batch", "processors", "slots", "own"), [(1, 40, 1000, 4), (2, 132, 1000, 4), (2, 132, 9, 4), (2, 132, 1000, 1)]
+)
+def test_long_blocks_are_cut(batch: int, processors: int, slots: int, own: int, built: Built) -> None:
+    """As ``guided_pieces`` has it, of no more blocks than may be; of those the last ones. Heads have one mask or four."""
     name, seqlen_q, seqlen_k, heads_kv, section = "head_dim 64, causal", 9000, 70 * 128, 2, 2
     seed, config = random.randrange(2**32), COLUMNS[name]
     print(f"seed {seed}")
-    mask = drawn(4, seqlen_q, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
+    mask = drawn(own, seqlen_q, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
     traced = built.traced(name, "kernel_cutlass_before")
     bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
     launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section, processors, slots)
     machine = Noting(traced.kernel, launch, seed).run()
     edges, wide = tiles.block_edges(seqlen_k, 128), tiles.column_bounds(mask, seqlen_q, seqlen_k, 128)
-    seen = torch.zeros(4, 70, dtype=torch.int64)
+    seen = torch.zeros(own, 70, dtype=torch.int64)
     for m in range(0, seqlen_q, config.tile_m):
         stop = min(m + config.tile_m, seqlen_q)
         classes = tiles.classify_row_block(wide, edges, m, stop, mask.left, mask.right, seqlen_q, seqlen_k)[0]
         seen += torch.as_tensor(classes != tiles.HIDDEN)
     total = 70 * heads_kv * batch
     blocks = [sections(i, 70, heads_kv * batch, section, choose) for i in range(total)]
-    steps = [2 * int(seen[slice_ % heads_kv * 2, n_block]) for n_block, slice_ in blocks]
+    steps = [2 * int(seen[slice_ % heads_kv * 2 % own, n_block]) for n_block, slice_ in blocks]
     cuts: dict[int, int] = {}
     for i in reversed(range(total)):
         pieces = guided_pieces(steps[i], sum(steps[i:]), sum(steps) // total, processors, config.tile_m, choose)

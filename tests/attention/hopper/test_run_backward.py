@@ -22,7 +22,7 @@ from warploom.attention import hopper, reference
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.band import seen
 from warploom.attention.hopper import run_backward
-from warploom.attention.hopper.config import TABLE, BackwardConfig
+from warploom.attention.hopper.config import STRETCHES, TABLE, BackwardConfig
 from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
 from warploom.attention.philox import keep_mask, keep_scale
 from warploom.attention.problem import AttentionArgs, AttentionProblem
@@ -101,7 +101,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         sums, stats = tiles * variant["tile_m"] * variant["head_dim"], tiles * 2 * variant["tile_m"]
         states = (4 if variant["pair"] and variant["claims"] else 2) * (variant["deterministic"] or variant["claims"])
         config = BackwardConfig(**variant)
-        turns = tiles * states + TABLE * config.dealt + config.ordered + variant["persistent"] + 8 * split
+        turns = tiles * states + (STRETCHES + TABLE) * config.dealt + config.ordered + variant["persistent"] + 8 * split
         others = stats + turns
         if split:
             others = -(-others // 32) * 32

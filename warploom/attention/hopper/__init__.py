@@ -54,10 +54,9 @@ NAME = "hopper"
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     """Why another implementation has to run the backward pass, or None."""
-    short = False
-    if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv):  # a branch, for tracers too
+    short, features = False, Features.of(problem, dlse)
+    if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv, features.columns):  # a branch, for tracers too
         short = True
-    features = Features.of(problem, dlse)
     if features.bias:
         refused = bias_backward_refusal(features)
         if refused is not None:

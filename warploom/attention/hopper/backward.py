@@ -3,7 +3,8 @@
 Scores are kept transposed, keys down and queries across, so that P and dS leave the accumulators of their GEMMs as the left
 operands of dV += Pᵀ dO and dK += dSᵀ Q without passing through shared memory. Only dQ needs dS of both warpgroups, and sums
 over key blocks: its tiles are added to an fp32 accumulator in global memory by TMA. A kernel before prepares the row
-statistics and zeroes that accumulator, a kernel after rounds it (Shah et al., FlashAttention-3, arXiv 2407.08608).
+statistics and zeroes that accumulator, a kernel after rounds it (Shah et al., FlashAttention-3, arXiv 2407.08608). Under a
+column mask blocks zero what blocks of later heads add to.
 
 Blocks may be persistent, one a processor: then a warp of the producer's asks for the next key block when all queries of this
 one are on their way, and what that one reads first arrives while this one ends.
@@ -23,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import (
     LOADER,
     ROW_THREADS,
@@ -62,7 +64,8 @@ class StepCall(Call):
     """Of blocks that work alone."""
 
     items: Any  # blocks and shares that are handed out
-    deal: Any  # whole blocks, split ones, steps of a share, steps of a block; the third may be waves
+    # Whole blocks, split ones, steps of a share, steps of a block; the third may be waves, or key heads of a stretch.
+    deal: Any
     partial: Any  # sums of blocks whose steps are shared out
     counters: Any
 
@@ -120,9 +123,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
             n_blocks = cute.ceil_div(k.shape[1], self.span)
         rows = m_blocks * heads_q * batch
         stats, counters, partial = self.workspace(sums, dq, rows, split)
-        cleared = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
+        zeroed = (dk, dv, cu_k) if const_expr(varlen) else (None, None, None)
         looked_at = q if const_expr(self.config.columns or self.reads_distances) else None
-        masked = None
+        masked, cleared = None, None
+        if const_expr(self.config.dealt):
+            each = schedule.stretch(section, n_blocks, blocks)
+            cleared = cutlass.min(each * (heads_q // k.shape[2]), heads_q * batch) * m_blocks
         if const_expr(self.config.dealt or self.config.ordered > 0):
             masked = (bounds, k, n_blocks, section, left, right, blocks, split)
         if const_expr(self.config.reaches):
@@ -130,9 +136,9 @@ class HopperBackward(RowKernels, Producer, Consumers):
         if const_expr(self.reads_distances):
             table_heads = bias[0].shape[0]  # type: ignore[index]
             self.spread(bias, scale).launch(grid=[table_heads, 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
-        self.before(out, dout, lse, dlse, sums, stats, counters, cu_q, *cleared, looked_at, masked, bias, m_blocks).launch(
-            grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream
-        )  # fmt: skip
+        self.before(
+            out, dout, lse, dlse, sums, stats, counters, cu_q, *zeroed, looked_at, masked, bias, m_blocks, cleared
+        ).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
         modes = [0, 2, 1] if const_expr(varlen) else [1, 3, 2, 0]
         views = [cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes)) for t in (q, k, v, dout)]
@@ -181,7 +187,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         if const_expr(config.stream_k):
             steps = heads_q // heads_kv * m_blocks
             items, deal = total - split + cute.ceil_div(split * steps, each), (total - split, split, each, steps)
-        if const_expr(config.waves):
+        if const_expr(config.waves or config.dealt):
             deal = (total, Int32(0), each, Int32(1))
         grid = cutlass.min(blocks, items) if const_expr(config.persistent) else items
         if const_expr(config.dealt):

@@ -169,6 +169,8 @@ class BackwardBase(Near):
         # 128, to -6 % at 64. A softcap leaves no registers for the latter; dropout comes between dP and them.
         self.ping_pong = config.head_dim > 64
         self.fold = self.ping_pong and not (config.softcap or config.dropout)
+        # A step's end looks at the next one under a column mask; past 128 a step waits for its products itself.
+        self.looks_ahead = config.columns and not (config.roles or config.pair)
         # So many fours of exponentials are computed before the wait for dP: half of them, which leaves others to run beside
         # what follows it. Measured: of 64, 16384 keys full in 10.1 ms without, half 9.5, all 9.8; 128 8.39, all 8.53; 96 equal.
         self.held = 0 if config.softcap else config.tile_m // (8 if config.head_dim == 96 else 16)

@@ -32,7 +32,7 @@ from warploom.attention.hopper.backward_dropout import DropoutSteps
 from warploom.kernels.cute.barriers import BackwardBarrier, StepBarrier, arrive, wait
 from warploom.kernels.cute.basics import WARPGROUP, choose
 from warploom.kernels.cute.epilogue import quad_words, store_words
-from warploom.kernels.cute.instructions import exp2, hold, negative, pack16, store_matrices
+from warploom.kernels.cute.instructions import exp2, has_come, hold, negative, pack16, store_matrices
 from warploom.kernels.cute.memory import count_up, wait_until
 from warploom.kernels.cute.rings import release
 from warploom.kernels.cute.softmax import capped_and_slope, multipliers
@@ -441,27 +441,51 @@ class Consumers(Dealer, DropoutSteps):
         without tests have a loop of their own, down to the next one that has some: in one loop with the others ptxas computes
         descriptors anew between the products of each step.
         """
-        j = Int32(0) + work.base
+        j, tested = Int32(0) + work.base, Int32(0)
+        if j < r.past:
+            tested = self.await_step(r, j)
         while j < r.past:
-            tested = self.is_next_tested(r, j)
             while tested == 0:
                 self.step(r, self.next_tile(r, work, j), j, False, work)
+                tested = self.end_step(r, j)
                 j += 1
-                tested = Int32(1)
-                if j < r.past:
-                    tested = self.is_next_tested(r, j)
             if j < r.past:
                 m = self.next_tile(r, work, j)
                 self.clear_unseeing(r, j)
                 self.step(r, m, j, True, work)
+                tested = self.end_step(r, j)
                 j += 1
 
     @cute.jit
-    def is_next_tested(self, r, j):
+    def await_step(self, r, j):
         """1 if elements of a step are to be tested, once its queries are there."""
         stage, phase = schedule.ring(j, self.stages)
         cute.arch.mbarrier_wait(r.shared.q_full + stage, phase)
+        self.look_at(r, stage)
         return self.announced(r.shared.words, stage)[1]
+
+    def look_at(self, r: Any, stage: Any) -> None:
+        """What a step begins with."""
+        if self.fold and self.looks_ahead:
+            self.begin_at_delta(r, self.statistics(r, stage, 1))
+
+    @cute.jit
+    def end_step(self, r, j):
+        """Wait for the step's last product, and under it look at the next one, as ``await_step`` has it; 1 past the last."""
+        tested, there = Int32(0), Int32(0)
+        if const_expr(self.looks_ahead):
+            stage, phase = schedule.ring(j + 1, self.stages)
+            there = has_come(r.shared.q_full + stage, phase)
+            self.look_at(r, stage)
+            tested = self.announced(r.shared.words, stage)[1]
+            there = cute.arch.make_warp_uniform(there)
+            warpgroup.wait_group(0)
+            release(r.shared.q_empty + schedule.ring(j, self.stages)[0])
+        if j + 1 == r.past:
+            tested = Int32(1)
+        elif there == 0:
+            tested = self.await_step(r, j + 1)
+        return tested
 
     @cute.jit
     def next_tile(self, r, work, j):
@@ -493,7 +517,7 @@ class Consumers(Dealer, DropoutSteps):
                 self.clear_unseeing(r, j)
         if const_expr(config.columns and masked):
             self.find_hidden(r, work, m, stage)
-        if const_expr(self.fold):
+        if const_expr(self.fold and not self.looks_ahead):
             self.begin_at_delta(r, self.statistics(r, stage, 1))
         if const_expr(near):
             self.begin_near(r, m)
@@ -560,8 +584,9 @@ class Consumers(Dealer, DropoutSteps):
         if const_expr(config.persistent):
             self.release_last(r, j, shared.k_empty)
         self.hand_over(r, j)
-        warpgroup.wait_group(0)
-        release(shared.q_empty + stage)
+        if const_expr(not config.columns):
+            warpgroup.wait_group(0)
+            release(shared.q_empty + stage)
 
     def wait_ping_pong(self, group: Any) -> None:
         """Wait until the other warpgroup has issued its products."""

@@ -7,6 +7,8 @@ small. The pieces of a block follow each other. Each leaves its sums of dK and d
 
 Past 128 the last blocks go longest first instead, and those that would outlast all behind them begin the call.
 
+And where blocks are dealt, who clears which part of dQ: memory has time for that beside the steps, the kernel before has not.
+
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
 
@@ -16,14 +18,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
-from warploom.attention.hopper.backward_base import ROW_THREADS
+from warploom.attention.hopper.backward_base import ROW_THREADS, WARPGROUPS
 from warploom.attention.hopper.backward_columns import APART, ColumnWalk
-from warploom.attention.hopper.config import CUTS, FIRST_BLOCKS, LAST_BLOCKS, LONGEST, TABLE
-from warploom.kernels.cute.basics import choose
+from warploom.attention.hopper.config import CUTS, FIRST_BLOCKS, LAST_BLOCKS, LONGEST, STRETCHES, TABLE
+from warploom.kernels.cute.basics import WARP, choose
 from warploom.kernels.cute.columns import FAR, extrema_by_lanes, extrema_of, mask_row
+from warploom.kernels.cute.memory import count_up, wait_for_least
 
 MOST_BLOCKS = 4096  # that the kernel before looks at, the last ones of the call
 MOST_STEPS = (1 << 30) // MOST_BLOCKS
@@ -55,32 +58,21 @@ class Dealer(ColumnWalk):
         sums = storage.sums.get_tensor(cute.make_layout(ROW_THREADS))
         table, thread = self.table_at(counters), cute.arch.thread_idx()[0]
         total = given.n_blocks * given.slices
-        count = cutlass.min(total, MOST_BLOCKS)
-        for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
-            steps[i] = self.steps_seen(given, total - count + i)
-        cute.arch.sync_threads()
-        # A thread's blocks, counted from the last one of the call.
-        each = cute.ceil_div(count, ROW_THREADS)
-        first, past = cutlass.min(thread * each, count), cutlass.min(thread * each + each, count)
-        own = Int32(0)
-        for i in cutlass.range(first, past, unroll=1):
-            own += steps[count - 1 - i]
-        rest, all_steps = self.sums_before(sums, thread, own)
-        mean = all_steps // cutlass.max(count, 1)
+        count, first, past, rest, mean = self.look_at_last(given, steps, sums)
         left, cuts = rest, Int32(0)
         for i in cutlass.range(first, past, unroll=1):
             left += steps[count - 1 - i]
             pieces = schedule.guided_pieces(steps[count - 1 - i], left, mean, processors, self.tile_m, choose)
             cuts += choose(pieces > 1, HALF, 0) + pieces - 1
+            steps[count - 1 - i] = pieces  # of this thread alone
         for i in cutlass.range(thread, CUTS, ROW_THREADS, unroll=1):
             counters[table + 1 + 3 * i] = Int32(NO_CUT)
         if thread == 0:
             counters[table] = Int32(0)
         before, _ = self.sums_before(sums, thread, cuts)
-        number, more, left = before // HALF, before % HALF, rest
+        number, more = before // HALF, before % HALF
         for i in cutlass.range(first, past, unroll=1):
-            left += steps[count - 1 - i]
-            pieces = schedule.guided_pieces(steps[count - 1 - i], left, mean, processors, self.tile_m, choose)
+            pieces = steps[count - 1 - i]
             if pieces > 1:
                 more += pieces - 1
                 number += 1
@@ -88,6 +80,25 @@ class Dealer(ColumnWalk):
                     block, at = total - 1 - i, table + 3 * number - 2
                     counters[at], counters[at + 1], counters[at + 2] = block - more, block, pieces
                     cute.arch.atomic_max(counters.iterator + table, more)
+
+    @cute.jit
+    def look_at_last(self, given, found, sums):
+        """``amount_of`` of the call's last blocks: how many they are; a thread's share of them, counted from the last one; what
+        is behind that share; the mean.
+        """
+        thread = cute.arch.thread_idx()[0]
+        total = given.n_blocks * given.slices
+        count = cutlass.min(total, MOST_BLOCKS)
+        for i in cutlass.range(thread, count, ROW_THREADS, unroll=1):
+            found[i] = self.amount_of(given, total - count + i)
+        cute.arch.sync_threads()
+        each = cute.ceil_div(count, ROW_THREADS)
+        first, past = cutlass.min(thread * each, count), cutlass.min(thread * each + each, count)
+        own = Int32(0)
+        for i in cutlass.range(first, past, unroll=1):
+            own += found[count - 1 - i]
+        rest, amount = self.sums_before(sums, thread, own)
+        return count, first, past, rest, amount // cutlass.max(count, 1)
 
     @cute.jit
     def sums_before(self, sums, thread, own):
@@ -102,10 +113,16 @@ class Dealer(ColumnWalk):
         return before, total
 
     @cute.jit
-    def steps_seen(self, given, index):
-        """Steps of a block, whose heads the first of the group stands for; so many at the most that sums stay in 32 bits."""
+    def amount_of(self, given, index):
+        """Query tiles that a block sees, of all heads of a group where blocks are dealt; the first of them stands for all.
+
+        So many at the most that sums stay in 32 bits.
+        """
         work = self.describe(given, index)
-        return cutlass.min(work.group_size * self.tiles_seen(work), MOST_STEPS)
+        amount = self.tiles_seen(work)
+        if const_expr(self.config.dealt):
+            amount = cutlass.min(work.group_size * amount, MOST_STEPS)
+        return amount
 
     @cute.jit
     def tiles_seen(self, work):
@@ -150,6 +167,55 @@ class Dealer(ColumnWalk):
         """Those three of a block that was read."""
         word = work.slot
         return word % CUTS, word // CUTS // COUNTED, word // CUTS % COUNTED
+
+    # Zeros for dQ
+
+    @cute.jit
+    def clear_ahead(self, work, sums, counters, group):
+        """A block's share of the next stretch's dQ begins at zero, a warpgroup's part of it: beside steps memory has time.
+
+        Stretches are key heads in their order, whose tiles follow each other. The kernel before clears the first one. Of a
+        block's pieces the first one does it.
+        """
+        slice_, stretch, blocks = self.stretch_of(work)
+        tiles = work.group_size * work.m_blocks  # of a key head
+        if work.bounds[0] == 0:
+            first = (stretch + 1) * work.given.deal[2] * tiles + slice_ * work.given.n_blocks + work.n_block - stretch * blocks
+            past = cutlass.min((stretch + 2) * work.given.deal[2], work.given.slices) * tiles
+            for tile in cutlass.range(first, past, blocks, unroll=1):
+                at = sums.iterator + (Int64(tile) * WARPGROUPS + group) * self.part
+                self.zero(at, self.part, cute.arch.lane_idx(), WARP)
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                count_up(self.cleared(counters, stretch), 1)
+
+    @cute.jit
+    def wait_for_zeros(self, work, counters):
+        """One thread waits until all dQ of a block's stretch was zero."""
+        _, stretch, blocks = self.stretch_of(work)
+        if stretch > 0:
+            rounds = (stretch - 1) // STRETCHES + 1
+            wait_for_least(self.cleared(counters, stretch - 1), rounds * WARPGROUPS * blocks)
+
+    def stretch_of(self, work: Any) -> tuple[Any, Any, Any]:
+        """Number of a block's key head among those of all batches, of its stretch, and how many blocks a stretch has."""
+        heads = work.given.deal[2]
+        slice_ = work.batch * (work.heads_q // work.group_size) + work.head
+        return slice_, slice_ // heads, heads * work.given.n_blocks
+
+    def cleared(self, counters: Any, stretch: Any) -> Any:
+        """Where the blocks of a stretch count that they have cleared their share."""
+        return counters.iterator + (self.table_at(counters) - STRETCHES + stretch % STRETCHES)
+
+    @cute.jit
+    def zero(self, at, count, thread, threads):
+        """Zeros for so many fp32, by so many threads."""
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        for i in cutlass.range_constexpr(count // (4 * threads)):
+            target = cute.make_tensor((at + (i * threads + thread) * 4).align(16), cute.make_layout(4))
+            cute.autovec_copy(zeros, target)
 
     # The order of heads
 
@@ -204,22 +270,11 @@ class Dealer(ColumnWalk):
         seen = storage.seen.get_tensor(cute.make_layout(LAST_BLOCKS))
         sums = storage.sums.get_tensor(cute.make_layout(ROW_THREADS))
         thread = cute.arch.thread_idx()[0]
-        total = given.n_blocks * given.slices
-        looked_at, count = cutlass.min(total, MOST_BLOCKS), cutlass.min(total, LAST_BLOCKS)
-        for i in cutlass.range(thread, looked_at, ROW_THREADS, unroll=1):
-            work = self.describe(given, total - looked_at + i)
-            tiles[i] = self.tiles_seen(work)
         if thread < FIRST_BLOCKS:
             counters[self.first_at(counters) + thread] = Int32(FAR)
-        cute.arch.sync_threads()
-        # A thread's blocks, counted from the last one of the call.
-        each = cute.ceil_div(looked_at, ROW_THREADS)
-        first, past = cutlass.min(thread * each, looked_at), cutlass.min(thread * each + each, looked_at)
-        own = Int32(0)
-        for i in cutlass.range(first, past, unroll=1):
-            own += tiles[looked_at - 1 - i]
-        rest, all_tiles = self.sums_before(sums, thread, own)
-        mean = all_tiles // cutlass.max(looked_at, 1)
+        looked_at, first, past, rest, mean = self.look_at_last(given, tiles, sums)
+        total = given.n_blocks * given.slices
+        count = cutlass.min(total, LAST_BLOCKS)
         left, found = rest, Int32(0)
         for i in cutlass.range(first, past, unroll=1):
             left += tiles[looked_at - 1 - i]

@@ -298,6 +298,10 @@ class Producer(Dealer):
         steps = self.steps_of(work)
         if steps > 0:
             arrive(BackwardBarrier.DQ_EMPTY, DQ_THREADS, group)
+        if const_expr(self.config.dealt):
+            self.clear_ahead(work, sums, counters, group)
+            if cute.arch.lane_idx() == 0:
+                self.wait_for_zeros(work, counters)
         for j in cutlass.range(steps, unroll=1):
             tile = Int32(0)
             if const_expr(not self.config.columns):

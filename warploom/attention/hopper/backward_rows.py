@@ -47,8 +47,11 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
         masked: tuple[Any, ...] | None,
         bias: tuple[Any, ...] | None,
         m_blocks: Int32,
+        cleared: Int32 | None,
     ):
         """Row statistics of a query tile, and zeros where its dQ will be summed up or where it is said to be there.
+
+        Zeros for dQ of the first ``cleared`` tiles alone; None: of all.
 
         A row that sees nothing, or is past the last one, gets an lse of +inf, which makes its P and dS 0. Under a column mask
         or with a table of distances a finite one that does the same, unless it holds NaN or infinity in ``q`` or dO, which the
@@ -63,14 +66,14 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
         batch, head, start, seqlen_q, m_block, sequence = self.query_tile(index, m_blocks, out, cu_q)
         slopes = slopes_of(bias) if const_expr(self.biased) else None
         distances = distances_of(bias) if const_expr(self.reads_distances) else None
-        size = tile_m * self.config.head_dim
         if const_expr(not self.config.claims):
-            zeros = cute.make_rmem_tensor(4, Float32)
-            zeros.fill(0.0)
+            size = tile_m * self.config.head_dim
             into = sums.iterator + Int64(index) * size
-            for i in cutlass.range_constexpr(size // (4 * ROW_THREADS)):
-                target = cute.make_tensor((into + (i * ROW_THREADS + thread) * 4).align(16), cute.make_layout(4))
-                cute.autovec_copy(zeros, target)
+            if const_expr(cleared is None):
+                self.zero(into, size, thread, ROW_THREADS)
+            else:
+                if index < cleared:
+                    self.zero(into, size, thread, ROW_THREADS)
         if const_expr(self.config.persistent):  # noqa: SIM102
             if index == 0:
                 past = counters.shape[0]  # type: ignore[union-attr]

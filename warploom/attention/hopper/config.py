@@ -49,6 +49,8 @@ FIRST_BLOCKS, LONGEST = 32, 10
 CUTS = 512
 MOST_SLOTS = 4096  # pieces of all blocks
 TABLE = 1 + 3 * CUTS
+# Of the stretches whose dQ is being cleared: how many blocks have cleared their share. They are more than can be in flight.
+STRETCHES = 4
 
 
 MOST_LOADERS = 3  # warps of the producer warpgroup besides the scheduler
@@ -247,9 +249,10 @@ class BackwardConfig:
     def counters(self, tiles: int, split: int = 0) -> int:
         """Counters of all tiles, of the eight warps' sums of each split key block, and of persistent blocks' key blocks.
 
-        Before the last one the table of a masked call's cut key blocks, or the order of the last ones.
+        Before the last one the table of a masked call's cut key blocks, behind the counters of stretches, or the order of the
+        last ones.
         """
-        return tiles * self.states + 8 * split + TABLE * self.dealt + self.ordered + int(self.persistent)
+        return tiles * self.states + 8 * split + (STRETCHES + TABLE) * self.dealt + self.ordered + int(self.persistent)
 
     @property
     def ordered(self) -> int:

@@ -295,7 +295,8 @@ def _dsink(q: Tensor, sink: Tensor | None, dlse: Tensor | None, delta: Tensor | 
 def described(args: AttentionArgs, dlse: bool) -> tuple[Features, bool]:
     """What ``backward_config`` takes: the call's features, and whether it is short."""
     longest = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
-    return Features.of_args(args, dlse), is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2])
+    features = Features.of_args(args, dlse)
+    return features, is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2], features.columns)
 
 
 def _function(features: Features, short: bool, several: bool = False) -> tuple[Callable[..., None], BackwardConfig]:

@@ -196,6 +196,16 @@ def in_waves(index: Any, n_blocks: Any, heads: Any, sections: Any, waves: Any) -
     return n_block, first + inside - n_block * width, (at * waves + inside * waves // (width * n_blocks)) % 2
 
 
+def stretch(section: Any, n_blocks: Any, processors: Any) -> Any:
+    """Key heads whose dQ the blocks of as many before them clear: whole sections, of as many blocks as processors or more.
+
+    A block clears its share before its steps: all of a stretch have, or are about to, when the next one's first block begins.
+    A processor holds two blocks at the most, of which one may wait for zeros: four stretches are never under way at once.
+    """
+    blocks = section * n_blocks
+    return (processors + blocks - 1) // blocks * section
+
+
 BLOCKS_IN_FLIGHT = 120  # about the processors of a device
 L2_BYTES = 32 << 20  # of the cache, for what the blocks of a section share
 

@@ -32,6 +32,14 @@ def hidden(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
+def has_come(barrier: Any, phase: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """1 if a phase of a barrier in shared memory has ended, without a wait."""
+    values = [barrier.to_llvm_ptr(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)]
+    text = "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
+    return Int32(assembly(T.i32(), values, text, "=r,r,r,~{memory}", side_effects=True))
+
+
+@dsl_user_op
 def shifted(x: Int32, by: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """``x`` shifted to the left by so many bits, 0 from 32 on, which LLVM leaves open."""
     values = [Int32(v).ir_value(loc=loc, ip=ip) for v in (x, by)]

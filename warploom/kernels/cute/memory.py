@@ -101,6 +101,15 @@ def wait_for(counter, value):
     cute.arch.fence_proxy("async.global")
 
 
+@cute.jit
+def wait_for_least(counter, value):
+    """As ``wait_for``, until the counter has the value or more."""
+    found = load_acquire(counter)
+    while found < value:
+        found = load_acquire(counter)
+    cute.arch.fence_proxy("async.global")
+
+
 # What a state says of memory that the first thread to come is to fill.
 NOT_THERE, ON_ITS_WAY, THERE = 0, 1, 2
 
