@@ -53,8 +53,11 @@ def test_numbers_are_within_half_an_ulp(granularity: Any, hadamard: bool) -> Non
         want = rotate(x, 4) if hadamard and name != "v" else x
         # Three bits of mantissa; below 2^-6 of a scale numbers are 2^-9 of it apart. No scale is larger than the tensor's.
         bound = want.abs() / 16 + t.scale.max() * 2.0**-10
+        if hadamard and name != "v":  # a second rounding is of a number that moved by a row of the matrix times an error
+            bound = bound + bound.norm(dim=-1, keepdim=True) * rotate(torch.eye(40), 4).abs().max() * 17 / 16
         assert ((t.dequantize() - want).abs() <= bound * 1.0001).all(), (drawing, name)
-        assert t.dequantize().abs().max() == pytest.approx(want.abs().max().item(), rel=1e-6), (drawing, name)
+        near = 1e-6 if name == "v" else 0.07  # 448 may become the number before it
+        assert t.dequantize().abs().max() == pytest.approx(want.abs().max().item(), rel=near), (drawing, name)
 
 
 def test_scales_of_blocks_are_their_largest_numbers() -> None:
