@@ -517,9 +517,9 @@ def workspace_floats(variant: BackwardConfig, tiles: int, elements: int, sink: b
 def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
-    Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks,
-    short or not, deterministic or not; full and causal ones packed under a column mask; with ALiBi dense ones, full or causal, and causal
-    packed ones; dense ones with a table of distances and its gradient, full or causal.
+    Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks, short or
+    not, deterministic or not; full and causal ones packed under a column mask; with ALiBi dense ones, full or causal, and
+    causal packed ones; dense ones with a table of distances and its gradient, full or causal.
 
     Others are compiled when first called for.
     """
