@@ -65,7 +65,7 @@ def shared() -> None:
 
 
 def apart() -> None:
-    """A causal backward pass is a launch of no mask on others' keys, of the rows that see them, and a causal one on own keys."""
+    """A causal backward pass: a launch of no mask on others' keys, of the rows that see them, and a causal one on own keys."""
     recorder = Recorder()
     with hopper(recorder) as fresh, ExitStack() as stack:
         for where, name in ((groups, "compared"), (torch.distributed, "all_to_all_single")):

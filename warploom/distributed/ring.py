@@ -1,12 +1,13 @@
 """Method ring: keys and values come from one rank after the other, only those that this rank's queries see.
 
 Ring attention (arXiv 2310.01889) with the exchange of step t between ranks t apart instead of a chain of neighbours: what a
-mask hides is never sent, and a pair that has nothing for each other skips its step. The next block is on its way while this
-one is computed; results merge by log-sum-exp in fp32.
+mask hides is never sent, and a step in which no rank has anything for another is skipped. The next block is on its way while
+this one is computed; results merge by log-sum-exp in fp32.
 
 Memory is why it is there. Where sums in fp32 are many bytes, key heads go round in groups, and all that a pass needs beside its
 tensors and results is a group's: forward out in fp32, a block's out, and the keys and values of this block and the next;
-backward dq in fp32, what a kernel needs for a block's, dk and dv, and the same of keys and values.
+backward dq in fp32, what a kernel needs for a block's, dk and dv, and the same of keys and values. Where no sum has more than
+two terms, as on two ranks, they are summed in their own dtype, which rounds no more than their sum in fp32 would in the end.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from warploom.distributed.pieces import Piece, Sharded
 
 # Bytes that a group's out, or dq, has in fp32 at least. A backward pass has one and a half times as much again for a group, a
 # forward pass half, beside keys and values. 64 heads over 8 of 128, 8192 rows, two H200: 658 MiB and 24.9 ms backward in 8
-# groups; one key head's blocks do not fill the processors, and the host launches slower than these kernels run (`choice`).
+# groups; one key head's blocks did not fill the processors, and the host launched slower than these kernels run (`choice`).
 LEAST_FORWARD, LEAST_BACKWARD = 2**27, 2**25
-LEAST_OF_TWO = 2**26
+LEAST_OF_TWO = 2**26  # backward, where sums have two terms: 698 MiB in 4 groups, counted by `tests/distributed/ring_bytes.py`
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
