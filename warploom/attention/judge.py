@@ -132,13 +132,13 @@ class LowPrecision:
         One number a head sums many terms; its error may vanish by luck, so 1.5 times the root of the terms' squared
         errors, and of the sum's own fp32 roundings, stands for it: the criterion then allows three standard
         deviations. Two would refuse one correct kernel in a hundred. One term may outweigh all others, and its error
-        vanish by luck too: a term counts with what rounding out is expected to do to it at the least.
+        vanish by luck too: together they count at least what rounding out is expected to do to them.
         """
         assert self.dsink_terms is not None and exact.dsink_terms is not None and exact.dsink is not None
         assert self.dsink_rounding is not None
-        found = (self.dsink_terms.double() - exact.dsink_terms).abs()
-        error = torch.maximum(found, self.dsink_rounding.double()).square() + (2.0**-24 * exact.dsink_terms).square()
-        return exact.dsink + 1.5 * error.sum((0, 2)).sqrt()
+        found, expected = self.dsink_terms.double() - exact.dsink_terms, self.dsink_rounding.double()
+        error, expected, sums = [t.square().sum((0, 2)) for t in (found, expected, 2.0**-24 * exact.dsink_terms)]
+        return exact.dsink + 1.5 * (torch.maximum(error, expected) + sums).sqrt()
 
 
 def low_precision(
@@ -218,7 +218,8 @@ def low_precision(
         share = torch.exp(sinks - lse)
         terms = -(share * delta).squeeze(-1)
         dsink = terms.sum((0, 2))
+        size = torch.exp2(torch.frexp(out).exponent - 1.0)  # the power of two below each
         ulp = torch.finfo(dtype).eps / 2 / 3**0.5  # what is at most half of one, evenly spread
-        rounding = share.squeeze(-1) * (gs * out).square().sum(-1).sqrt() * ulp
+        rounding = share.squeeze(-1) * (gs * size).square().sum(-1).sqrt() * ulp
     found = lower(out), lse.squeeze(-1), lower(slope @ ks * scale), lower(dk), lower(dv), dsink, terms, rounding
     return LowPrecision(*found, dscores)

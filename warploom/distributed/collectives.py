@@ -222,7 +222,7 @@ class Returning(Pending):
 
 
 def _by_runs(total: Tensor, part: Tensor, plan: Exchange) -> Tensor:
-    """Two terms need no more than their own dtype; more are rounded once, behind their sum."""
+    """Two terms are rounded each, and their sum; more are summed wide and rounded once."""
     for (a, b), own, others in plan.sums or ():
         room, terms = total[:, a:b], [part[:, at : at + b - a] for at in others]
         if own is None:
@@ -336,7 +336,8 @@ class Passing(Pending):
     def result(self) -> list[Tensor]:
         """What came, once, as (batch, rows, heads, ·) views: it lives as long as the caller's."""
         self.wait()
-        found, self._found = split_beside(self._found, self._sizes), self._found[:0]
+        # An empty view would keep what it is a view of.
+        found, self._found = split_beside(self._found, self._sizes), self._found.new_empty((0, *self._found.shape[1:]))
         return found
 
 

@@ -158,7 +158,8 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) ->
         given = (q[:, :, heads], group.keys, group.values, some, group.pieces)
         local.write(call.run, *given, out[:, :, heads], lse[:, heads])
         if kept is not None and group.beside is not None:
-            kept.append(group.beside[:taken] if apart else group.beside)
+            # A part of it alone: as a view it would keep the rank's own rows, which k and v hold.
+            kept.append(group.beside[:taken].clone() if apart else group.beside)
 
     _by_groups(call, q, keys, found, compute, at_once=at_once)
     if kept is None:

@@ -7,7 +7,7 @@ this one is computed; results merge by log-sum-exp in fp32.
 Memory is why it is there. Where sums in fp32 are many bytes, key heads go round in groups, and all that a pass needs beside its
 tensors and results is a group's: forward out in fp32, a block's out, and the keys and values of this block and the next;
 backward dq in fp32, what a kernel needs for a block's, dk and dv, and the same of keys and values. Where no sum has more than
-two terms, as on two ranks, they are summed in their own dtype, which rounds no more than their sum in fp32 would in the end.
+two terms, as on two ranks, they are summed in their own dtype: each is rounded, and their sum.
 """
 
 from __future__ import annotations

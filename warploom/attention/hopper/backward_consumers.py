@@ -478,7 +478,8 @@ class Consumers(Dealer, DropoutSteps):
             there = has_come(r.shared.q_full + stage, phase)
             self.look_at(r, stage)
             tested = self.announced(r.shared.words, stage)[1]
-            there = cute.arch.make_warp_uniform(there)
+            # Lanes ask one by one: what one saw too early all read again.
+            there = choose(cute.arch.vote_all_sync(there == 1), 1, 0)
             warpgroup.wait_group(0)
             release(r.shared.q_empty + schedule.ring(j, self.stages)[0])
         if j + 1 == r.past:

@@ -192,7 +192,11 @@ class Dealer(ColumnWalk):
 
     @cute.jit
     def wait_for_zeros(self, work, counters):
-        """One thread waits until all dQ of a block's stretch was zero."""
+        """One thread waits until all dQ of a block's stretch was zero.
+
+        Blocks without steps wait too: so all blocks of a stretch have cleared before the next but one begins, and a counter
+        is never one of two stretches at a time.
+        """
         _, stretch, blocks = self.stretch_of(work)
         if stretch > 0:
             rounds = (stretch - 1) // STRETCHES + 1

@@ -302,6 +302,7 @@ class Producer(Dealer):
             self.clear_ahead(work, sums, counters, group)
             if cute.arch.lane_idx() == 0:
                 self.wait_for_zeros(work, counters)
+            cute.arch.sync_warp()
         for j in cutlass.range(steps, unroll=1):
             tile = Int32(0)
             if const_expr(not self.config.columns):
