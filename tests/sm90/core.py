@@ -269,6 +269,8 @@ class Core:
                 found = sum(bool(lane(value, i)) << i for i in range(LANES) if mask >> i & 1)
             elif kind == "any":
                 found = True if any(v is not UNKNOWN and v for v in each) else UNKNOWN if UNKNOWN in each else False
+            elif kind == "all":
+                found = False if any(v is not UNKNOWN and not v for v in each) else UNKNOWN if UNKNOWN in each else True
             else:
                 raise AssertionError(x.op)
             self.set(warp, target, found, mask)
