@@ -112,8 +112,9 @@ class Near:
     def reach(self, bias, batch, head, group, multiplier):
         """How many keys farther than the nearest one a query's last key that counts may be; FARTHEST where all do."""
         _, _, norms, near = bias
-        keys, slope = Int32(FARTHEST), slope_of(slopes_of(bias), batch, head)
-        if (near > 0) & (slope > 0.0) & (head >= 0):
+        # The turn after a scheduler's last tile has a head below 0, whose slope lies before the first.
+        keys, slope = Int32(FARTHEST), slope_of(slopes_of(bias), batch, cutlass.max(head, 0))
+        if (near > 0) & (slope > 0.0) & (slope < Float32.inf) & (head >= 0):
             base = Int64(batch) * (near + near // group)  # ``near``: how many heads of queries there are
             square = self.largest(norms, base + head) * self.largest(norms, base + near + head // group)
             found = (2.0 * ROUNDED * cute.math.sqrt(square) * multiplier + NOTHING) / slope
