@@ -1,8 +1,9 @@
 """How far from the diagonal keys count under ALiBi, so that tiles past that are neither loaded nor multiplied.
 
-No score is larger than |q| |k| scale, and that of the nearest key is at the most as much below 0. So a key that is farther than
-that one by twice the bound and NOTHING over the slope has a weight below 2^-NOTHING of a row's largest. Such weights count as 0.
-A kernel before finds the largest norms of each head. Where something is not finite, values and dO included, no key is left out.
+No score is larger than |q| |k| scale, and that of the nearest key is at the most as much below 0. So a key that is farther
+than that one by twice the bound and NOTHING over the slope has a weight below 2^-NOTHING of a row's largest. Such weights count
+as 0. A kernel before finds the largest norms of each head. Where something is not finite, values and dO included, no key is
+left out.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -108,11 +109,11 @@ class Near:
     @cute.jit
     def reach(self, bias, batch, head, group, multiplier):
         """How many keys farther than the nearest one a query's last key that counts may be; FARTHEST where all do."""
-        slopes, norms = slopes_of(bias), bias[2]
+        values, _, norms = bias
         # The turn after a scheduler's last tile has a head below 0, whose slope lies before the first.
-        keys, slope = Int32(FARTHEST), slope_of(slopes, batch, cutlass.max(head, 0))
+        keys, slope = Int32(FARTHEST), slope_of(slopes_of(bias), batch, cutlass.max(head, 0))
         if (slope > 0.0) & (slope < Float32.inf) & (head >= 0):
-            heads = slopes.values.shape[1]
+            heads = values.shape[1]
             base = Int64(batch) * (heads + heads // group)
             square = self.largest(norms, base + head) * self.largest(norms, base + heads + head // group)
             found = (2.0 * ROUNDED * cute.math.sqrt(square) * multiplier + NOTHING) / slope
