@@ -16,6 +16,7 @@ KERNELS = (
     "warploom.linear.hopper",
     "warploom.kernels.cute",
     "warploom.kernels.distances",
+    "warploom.kernels.reach",
     "warploom.runtime.compile",
 )
 

@@ -80,7 +80,7 @@ def forward(
         "q k v out lse", True, "sink", config.sink, "cu_q", config.varlen,
         "cu_k", config.varlen and not config.paged, "used", config.used, "counter", config.varlen or config.columns,
         "parts", bool(config.split), "lts lte uts ute bounds present", config.columns,
-        DROPOUT, config.dropout, "slopes origin", config.bias == "alibi", "norms near", config.reaches,
+        DROPOUT, config.dropout, "slopes origin", config.bias == "alibi",
         "table spread origin", config.bias == "distance", "largest", config.largest, "pages", config.paged,
         "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def forward(
         "parts": ((2 * blocks, 1 << 16, 1), (1 << 16, 1)),
         "sink": ((heads,), ()), **DROPPED, "slopes": ((1, heads), (heads,)), "origin": ENTRIES // 2,
         "table": ((heads, ENTRIES), (ENTRIES,)), "spread": ((heads * head_length(ENTRIES),), ()),
-        "largest": ((1, heads), (heads,)), "norms": ((1 << 10,), ()), "near": 0,
+        "largest": ((1, heads), (heads,)),
         "left": left, "right": 0, "heads": tiles, "pair_heads": max(tiles - 1, 0), "split": split,
     }  # fmt: skip
     words = _facts(names, heads)

@@ -10,7 +10,7 @@ import torch
 
 from tests.compiled import Built, machine_code
 from warploom.attention.features import Features
-from warploom.attention.hopper.plan import BACKWARD_TILES, TILINGS, backward_config, backward_set, config
+from warploom.attention.hopper.plan import BACKWARD_TILES, TILINGS, backward_config, backward_set, config, with_reach
 from warploom.runtime import modules
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
@@ -35,6 +35,7 @@ CORE = {
     },
     "head_dim 128, causal, ALiBi": config(Features(BF16, 128, 128, right=True, bias="alibi"), long=True),
     "head_dim 64, ALiBi": config(Features(BF16, 64, 64, bias="alibi"), long=True),
+    "head_dim 64, ALiBi, reaching": with_reach(config(Features(BF16, 64, 64, bias="alibi"), long=True)),
     "head_dim 128, causal, distances": config(Features(BF16, 128, 128, right=True, bias="distance"), long=True),
     "head_dim 64, distances": config(Features(BF16, 64, 64, bias="distance"), long=True),
     "head_dim 128, packed, window, dropout": config(
@@ -91,6 +92,9 @@ BACKWARD = {
         for a, b in BACKWARD_TILES
     },
     "head_dim 64, causal, ALiBi": backward_config(Features(BF16, 64, 64, right=True, bias="alibi"), short=False),
+    "head_dim 64, causal, ALiBi, reaching": with_reach(
+        backward_config(Features(BF16, 64, 64, right=True, bias="alibi"), short=False)
+    ),
     "head_dim 128, causal, ALiBi, waves": backward_config(
         Features(BF16, 128, 128, right=True, bias="alibi"), short=False, waves=True
     ),

@@ -14,7 +14,7 @@ from tests.attention.biased import check, check_frozen
 from tests.attention.harness import Call
 from tests.attention.measured import check_largest
 from warploom.attention import hopper
-from warploom.attention.hopper import run
+from warploom.attention.hopper import plan
 from warploom.bias import ALiBi, Relative
 
 MISSING = hopper.BACKEND.available()
@@ -87,7 +87,7 @@ def test_keys_too_far_away_to_count(
     head_dim: int, lengths: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is missing of out and gradients; what is not finite, however far away, comes through."""
-    monkeypatch.setattr(run, "REACH", 1)
+    monkeypatch.setattr(plan, "REACH", 1)
     seqlen_q, seqlen_k = lengths
     shapes = (seqlen_q, 8), (seqlen_k, 4), (seqlen_k, 4)
     leaves = [torch.randn(2, n, h, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n, h in shapes]

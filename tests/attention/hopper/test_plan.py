@@ -49,7 +49,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 506
+    assert len({c.name for c in found}) == len(found) <= 516
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -208,6 +208,32 @@ def test_alibi_of_common_models_is_prepared() -> None:
         call = problem(head_dim=dim, head_dim_v=dim, layout=layout, right=right, seqlen_q=length, seqlen_k=length, bias="alibi")
         assert config_for(call).name in forward and "_alibi" in config_for(call).name
         assert plan.backward_config_for(replace(call, heads_q=1)).name in backward
+        for variant in (config_for(call), plan.backward_config_for(call)):
+            assert variant.reaches == ("_reaches" in variant.name) == (layout == "dense" and length == 9000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "forward", "backward"),
+    [
+        ({}, True, True),
+        ({"right": 7}, True, True),
+        ({"right": -1}, False, False),
+        ({"seqlen_k": plan.REACH - 1}, False, False),
+        ({"left": 100}, False, False),
+        ({"layout": "varlen"}, False, False),
+        ({"softcap": True}, False, False),
+        ({"dropout": True}, True, True),
+        ({"deterministic": True}, True, False),
+        ({"seqlen_q": 1, "heads_q": 8}, False, True),  # slopes of several heads in a tile
+        ({"bias": ""}, False, False),
+        ({"bias": "distance"}, False, False),
+    ],
+    ids=str,
+)
+def test_which_calls_leave_out_what_is_too_far_away(changes: dict[str, Any], forward: bool, backward: bool) -> None:
+    call = problem(**{"seqlen_k": plan.REACH, "bias": "alibi", **changes})
+    assert (config_for(call).reaches, plan.backward_config_for(call).reaches) == (forward, backward)
+    assert not plan.backward_config_for(call, dlse=True).reaches
 
 
 def test_the_largest_logits_of_long_causal_calls_are_prepared() -> None:

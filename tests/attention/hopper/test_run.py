@@ -6,7 +6,6 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +23,7 @@ from warploom.attention.band import seen
 from warploom.attention.bounds import BLOCK
 from warploom.attention.hopper import plan, run, run_backward
 from warploom.attention.hopper.config import CUT_WORDS, ForwardConfig
-from warploom.attention.hopper.plan import named_set
-from warploom.attention.hopper.run import REACH
+from warploom.attention.hopper.plan import REACH, named_set
 from warploom.attention.problem import AttentionArgs
 from warploom.kernels.distances import head_length
 from warploom.kernels.reach import PARTS
@@ -128,8 +126,7 @@ def biased(bias: tuple[Any, ...]) -> dict[str, Any]:
     if isinstance(rest[0], Tensor):
         assert rest[0].dtype == torch.float32 and rest[0].shape == (values.shape[0] * head_length(values.shape[1]),)
         return {"bias": values, "bias_kind": "distance", "bias_origin": rest[1]}
-    if len(rest) > 1:
-        assert rest[1].dtype == torch.float32 and rest[2] == 0  # room for norms, which so few keys do not need
+    assert len(rest) == 1  # no room for norms, which so few keys do not need
     return {"bias": values, "bias_kind": "alibi", "bias_origin": rest[0]}
 
 
@@ -376,19 +373,34 @@ def test_distances_count_keys_that_are_not_handed_over(window: tuple[int | None,
 
 @pytest.mark.parametrize("right", [None, 0, 7, -1])
 @pytest.mark.parametrize(("keys", "origin"), [(REACH, 0), (REACH - 1, 0), (REACH, 3)])
-def test_norms_are_measured_where_keys_may_be_too_far_to_count(keys: int, origin: int, right: int | None) -> None:
-    """With many keys, of which each row sees the nearest; the room is another one in each call."""
-    measured = keys == REACH and origin == 0 and right != -1
-    variant = ForwardConfig("bfloat16", 64, 64, 128, right=right is not None, bias="alibi")
-    q, k = torch.empty(3, 5, 4, 64), torch.empty(3, keys, 2, 64)
-    bias = torch.ones(1, 4), origin
-    made = run.reaching(variant, bias, q, k, right)
-    (slopes, at, norms, heads), (*_, others, _) = made(), made()
-    assert slopes is bias[0] and at == origin and heads == 4 * measured
-    assert norms.dtype == torch.float32 and norms.data_ptr() != others.data_ptr()
-    assert not measured or norms.numel() == 3 * (4 + 2) * PARTS
-    for other in ({"left": True}, {"varlen": True}, {"softcap": True}, {"pack_gqa": 8}):
-        assert run.reaching(replace(variant, **other), bias, q, k, right)() is bias
+def test_norms_are_measured_where_keys_may_be_too_far_to_count(
+    keys: int, origin: int, right: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many keys, of which each row sees the nearest; the room is another one in each call, and a first launch has it."""
+    given: dict[str, list[Any]] = {}
+    monkeypatch.setattr(modules, "load", lambda spec: lambda *arguments: given.setdefault(spec.name, []).append(arguments[13]))
+    q, k = torch.empty(3, 200, 4, 64, dtype=torch.bfloat16), torch.empty(3, keys, 2, 64, dtype=torch.bfloat16)
+    bias = torch.ones(1, 4)
+    args = dense_args(q, k, k, window=(None, right))._replace(bias=bias, bias_kind="alibi", bias_origin=origin)
+    for _ in range(2):
+        run.forward(args)
+    ((name, handed),) = given.items()
+    assert ("_alibi_reaches" in name) == (keys == REACH and origin == 0 and right != -1)
+    if "_reaches" not in name:
+        assert {len(each) for each in handed} == {2}
+        return
+    first, *rooms = [norms for _, _, norms in handed]
+    assert first.numel() == (4 + 2) * PARTS and rooms[0].data_ptr() != rooms[1].data_ptr()
+    assert all(norms.dtype == torch.float32 and norms.numel() == 3 * (4 + 2) * PARTS for norms in rooms)
+
+
+def test_without_its_module_a_call_reaches_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(modules, "cannot_come", lambda spec: "reaches" in spec.name)
+    monkeypatch.setattr(modules, "load", lambda spec: names.append(spec.name) or (lambda *_: None))
+    q, k = torch.empty(1, 200, 4, 64, dtype=torch.bfloat16), torch.empty(1, REACH, 2, 64, dtype=torch.bfloat16)
+    run.forward(dense_args(q, k, k)._replace(bias=torch.ones(1, 4), bias_kind="alibi"))
+    assert len(names) == 1 and "_alibi" in names[0] and "_reaches" not in names[0]
 
 
 @pytest.mark.parametrize("window", [(12, 0), (28, -5), (12, 3)])

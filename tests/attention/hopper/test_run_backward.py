@@ -23,11 +23,12 @@ from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.band import seen
 from warploom.attention.hopper import run_backward
 from warploom.attention.hopper.config import STRETCHES, TABLE, BackwardConfig
-from warploom.attention.hopper.plan import backward_config_for, backward_set, workspace
+from warploom.attention.hopper.plan import REACH, backward_config_for, backward_set, workspace
 from warploom.attention.philox import keep_mask, keep_scale
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.bias import ALiBi, Relative
 from warploom.kernels.distances import head_length
+from warploom.kernels.reach import PARTS
 from warploom.masks import ColumnMask, tiles
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.visible import visible
@@ -481,6 +482,29 @@ def test_which_packed_calls_claim_tiles(
     assert name == backward_config_for(AttentionProblem.from_args(args, True)).name
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_norms_have_room_in_a_call_and_where_it_is_warmed(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no first launch of what measures them falls inside a capture; without its module a call goes without."""
+    names: list[str] = []
+    given: list[tuple[Any, ...]] = []
+
+    def load(spec: ModuleSpec) -> Callable[..., None]:
+        names.append(spec.name)
+        return lambda *arguments: given.append(next(each for each in arguments if isinstance(each, tuple)))
+
+    monkeypatch.setattr(modules, "load", load)
+    q, k = (torch.empty(3, n, h, 64, dtype=torch.bfloat16) for n, h in ((20, 4), (REACH - 1 + far, 2)))
+    args = dense_args(q, k, k, causal=True)._replace(bias=torch.ones(3, 4), bias_kind="alibi")
+    run_backward.warm(args)
+    run_backward.backward(args, q, None, q, torch.empty(3, 4, 20))
+    assert len(names) == 1 and ("_alibi_reaches" in names[0]) == far
+    assert [[each.numel() for each in bias[2:]] for bias in given] == [[n * (4 + 2) * PARTS] * far for n in (1, 3)]
+    monkeypatch.setattr(run_backward, "_ready", {})
+    monkeypatch.setattr(modules, "cannot_come", lambda spec: "_reaches" in spec.name)
+    run_backward.backward(args, q, None, q, torch.empty(3, 4, 20))
+    assert "_reaches" not in names[1] and len(given[2]) == 2
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_warming_runs_one_token(packed: bool) -> None:
     q, cu = torch.zeros(1, 20, 2, 200, dtype=torch.float16), torch.tensor([0, 5, 20], dtype=torch.int32)
@@ -496,7 +520,7 @@ def test_the_kernel_in_python_takes_what_the_compiled_one_takes() -> None:
 
 def test_names_are_unique_and_memory_fits() -> None:
     found = backward_set()
-    assert len({c.name for c in found}) == len(found) <= 226
+    assert len({c.name for c in found}) == len(found) <= 232
     # Barriers, and statistics up to the alignment of what follows, take up to 1 KiB more.
     assert all(c.name.isidentifier() and c.shared_bytes + 1024 <= 227 * 1024 for c in found)
 

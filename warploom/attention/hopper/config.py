@@ -98,6 +98,7 @@ class ForwardConfig:
     pack_gqa: int = 0
     bias: str = ""  # "alibi", "distance", or none
     largest: bool = False  # the largest logit of each head is found beside
+    reaches: bool = False  # key tiles so far away that ALiBi leaves nothing of them are left out
 
     @property
     def tile_m(self) -> int:
@@ -113,7 +114,7 @@ class ForwardConfig:
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [f"pages{self.page_box}"] if self.paged else []
         parts += [self.bias] if self.bias else []
-        parts += ["largest"] if self.largest else []
+        parts += [feature for feature in ("largest", "reaches") if getattr(self, feature)]
         parts += [self.pv_wait] if self.pv_wait != "late" else []
         parts += [f"packgqa{self.pack_gqa}"] if self.pack_gqa else []
         parts += ["q2"] if self.q_stages == 2 else []
@@ -155,8 +156,8 @@ class ForwardConfig:
         return self.bias == "alibi" and self.head_dim <= 64 and not self.softcap
 
     @property
-    def reaches(self) -> bool:
-        """Whether key tiles so far away that ALiBi leaves nothing of them may be left out."""
+    def may_reach(self) -> bool:
+        """Whether there is a variant like this one that ``reaches``."""
         alone = not (self.left or self.varlen or self.softcap or self.pack_gqa)
         return self.bias == "alibi" and alone
 
@@ -210,6 +211,7 @@ class BackwardConfig:
     bias: str = ""  # "alibi", "distance", or none
     bias_grad: bool = False  # of a table of distances
     waves: bool = False  # the heads of a group pass a query tile together; tiles fall or rise as ``schedule.in_waves`` has it
+    reaches: bool = False  # as of the forward, query tiles
 
     @property
     def name(self) -> str:
@@ -221,7 +223,7 @@ class BackwardConfig:
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.bias] if self.bias else []
         parts += ["grad"] if self.bias_grad else []
-        parts += [feature for feature in ("claims", "persistent", "pair", "waves") if getattr(self, feature)]
+        parts += [feature for feature in ("reaches", "claims", "persistent", "pair", "waves") if getattr(self, feature)]
         return "attn_bwd_sm90_" + "_".join(parts)
 
     @cached_property
@@ -292,7 +294,7 @@ class BackwardConfig:
         return q, box_columns(k), v, v
 
     @property
-    def reaches(self) -> bool:
+    def may_reach(self) -> bool:
         """As of the forward; not where key blocks queue, or where gradients that nobody looked at may not be finite."""
         alone = not (self.left or self.varlen or self.softcap or self.deterministic or self.dlse)
         return self.bias == "alibi" and alone

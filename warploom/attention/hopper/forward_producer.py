@@ -38,8 +38,13 @@ class Producer(Lists, Near):
     # The scheduler warp
 
     @cute.jit
-    def schedule(self, seqlen_k, lse_shape, heads_q, shared, left, right, pair_heads, split, bias, group, multiplier):
-        """Hand out this block's tiles, one ahead of who works on them; a head below 0 ends the work."""
+    def schedule(
+        self, seqlen_k, lse_shape, heads_q, shared, left, right, pair_heads, split, bias=None, group=None, multiplier=None
+    ):
+        """Hand out this block's tiles, one ahead of who works on them; a head below 0 ends the work.
+
+        The last three are what a reach takes.
+        """
         queries = self.config.queries
         batch_size, _, seqlen_q = lse_shape
         heads = heads_q * batch_size

@@ -1,8 +1,8 @@
 """How far from the diagonal keys count under ALiBi, so that tiles past that are neither loaded nor multiplied.
 
-No score is larger than |q| |k| scale, and that of the nearest key is at the most as much below 0. So a key that is farther than
-that one by twice the bound and NOTHING over the slope has a weight below 2^-NOTHING of a row's largest: in fp32 it changes no
-sum. A kernel before finds the largest norms of each head. Where something is not finite, values and dO included, no key is
+No score is larger than |q| |k| scale, and that of the nearest key is at the most as much below 0. So a key that is farther
+than that one by twice the bound and NOTHING over the slope has a weight below 2^-NOTHING of a row's largest. Such weights count
+as 0. A kernel before finds the largest norms of each head. Where something is not finite, values and dO included, no key is
 left out.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
@@ -37,13 +37,11 @@ class Near:
 
     @cute.jit
     def launch_measure(self, q, k, v, dout, bias, stream):
-        """Measure the heads of queries and keys (batch, seqlen, heads, head_dim), if that is asked for; dO may be None."""
-        _, _, norms, near = bias
-        if near > 0:
-            heads = q.shape[2] + k.shape[2]
-            self.measure(q, k, v, dout, norms).launch(
-                grid=[PARTS // MEASURERS, heads, q.shape[0]], block=[WARP * MEASURERS, 1, 1], stream=stream
-            )
+        """Measure the heads of queries and keys (batch, seqlen, heads, head_dim); dO may be None."""
+        heads = q.shape[2] + k.shape[2]
+        self.measure(q, k, v, dout, bias[2]).launch(
+            grid=[PARTS // MEASURERS, heads, q.shape[0]], block=[WARP * MEASURERS, 1, 1], stream=stream
+        )
 
     @cute.kernel
     def measure(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, dout: cute.Tensor | None, norms: cute.Tensor):
@@ -111,11 +109,13 @@ class Near:
     @cute.jit
     def reach(self, bias, batch, head, group, multiplier):
         """How many keys farther than the nearest one a query's last key that counts may be; FARTHEST where all do."""
-        _, _, norms, near = bias
-        keys, slope = Int32(FARTHEST), slope_of(slopes_of(bias), batch, head)
-        if (near > 0) & (slope > 0.0) & (head >= 0):
-            base = Int64(batch) * (near + near // group)  # ``near``: how many heads of queries there are
-            square = self.largest(norms, base + head) * self.largest(norms, base + near + head // group)
+        values, _, norms = bias
+        # The turn after a scheduler's last tile has a head below 0, whose slope lies before the first.
+        keys, slope = Int32(FARTHEST), slope_of(slopes_of(bias), batch, cutlass.max(head, 0))
+        if (slope > 0.0) & (slope < Float32.inf) & (head >= 0):
+            heads = values.shape[1]
+            base = Int64(batch) * (heads + heads // group)
+            square = self.largest(norms, base + head) * self.largest(norms, base + heads + head // group)
             found = (2.0 * ROUNDED * cute.math.sqrt(square) * multiplier + NOTHING) / slope
             if found < float(FARTHEST - 1):
                 keys = found.to(Int32) + 1

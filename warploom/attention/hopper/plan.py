@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from warploom.attention.problem import AttentionProblem
 
 DTYPES = (torch.float16, torch.bfloat16)
+Variant = TypeVar("Variant", ForwardConfig, BackwardConfig)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Tiling:
 
 
 LONG = 2048
+REACH = 4096  # keys from which on it pays to read q, k and v once more for how far from the diagonal keys count under ALiBi
 BRIEF = 80
 SQUARE = range(193, 257)
 FEW = 4096
@@ -101,6 +103,17 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 def with_largest(variant: ForwardConfig) -> ForwardConfig:
     """The variant that finds the largest logits too; kept, as its name and module are found once."""
     return replace(variant, largest=True)
+
+
+@cache
+def with_reach(variant: Variant) -> Variant:
+    """The variant that leaves out what is too far away to count under ALiBi; kept, too."""
+    return replace(variant, reaches=True)
+
+
+def may_be_too_far(seqlen_k: int, right: int | None, origin: int = 0) -> bool:
+    """Whether a dense call takes a variant that reaches: for REACH keys or more, of which each query sees the nearest."""
+    return seqlen_k >= REACH and (right is None or right >= 0) and not origin
 
 
 @cache
@@ -221,12 +234,14 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
         return config(features, long, pack_gqa(queries, group, config(features, long).tile_m))
     if features.varlen or features.batch_invariant:
         return config(features, long)
-    if features.columns or features.dropout:
-        return config(features, long)  # whose heads may have masks of their own, or whose elements are known by their heads
-    each = 0  # of heads with a table of distances each
-    if features.bias != "distance":
-        each = pack_gqa(problem.seqlen_q, group, config(features, long).tile_m)
-    return config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
+    variant = config(features, long)
+    # Else heads may have masks of their own, or elements are known by their heads.
+    if not (features.columns or features.dropout):
+        each = 0  # of heads with a table of distances each
+        if features.bias != "distance":
+            each = pack_gqa(problem.seqlen_q, group, variant.tile_m)
+        variant = config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
+    return with_reach(variant) if variant.may_reach and may_be_too_far(problem.seqlen_k, problem.right) else variant
 
 
 def walked(variant: ForwardConfig) -> int:
@@ -339,9 +354,9 @@ def named_set() -> list[ForwardConfig]:
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
     under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
     up to 8 queries of heads that share their keys. In bfloat16, of the head dims that models have with them: with ALiBi dense
-    ones, full or causal, and causal packed ones; dense ones with a table of distances, full or causal; long causal ones that
-    find their largest logits. Causal ones over pages of 16 keys, the size that a cache has where none is asked for, and for
-    up to 8 and to 32 queries of such heads those that dispatch takes unasked.
+    ones, full or causal, those that reach too, and causal packed ones; dense ones with a table of distances, full or causal;
+    long causal ones that find their largest logits. Causal ones over pages of 16 keys, the size that a cache has where none is
+    asked for, and for up to 8 and to 32 queries of such heads those that dispatch takes unasked.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
     """
@@ -353,6 +368,8 @@ def named_set() -> list[ForwardConfig]:
         found[config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), long)] = None
     for dims in WITH_BIAS:
         found[config(Features(torch.bfloat16, *dims, bias="alibi"), True)] = None
+        for right in (False, True):
+            found[with_reach(config(Features(torch.bfloat16, *dims, right=right, bias="alibi"), True))] = None
         found[with_largest(config(Features(torch.bfloat16, *dims, right=True), True))] = None
     for dims, right, long in product(WITH_BIAS, (False, True), (False, True)):
         found[config(Features(torch.bfloat16, *dims, right=right, bias="distance"), long)] = None
@@ -493,7 +510,8 @@ def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> Backwa
     group = problem.heads_q // problem.heads_kv
     shared = shared_bytes(problem.seqlen_q, group, problem.head_dim, problem.head_dim_v)
     several = group > 1 and waves(variant, problem.batch * problem.heads_kv, problem.seqlen_k, shared)[1] > 0
-    return replace(variant, waves=True) if several else variant
+    variant = replace(variant, waves=True) if several else variant
+    return with_reach(variant) if variant.may_reach and may_be_too_far(problem.seqlen_k, problem.right) else variant
 
 
 def workspace(problem: AttentionProblem) -> int:
@@ -518,8 +536,8 @@ def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
     Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks, short or
-    not, deterministic or not; full and causal ones packed under a column mask; with ALiBi dense ones, full or causal, and
-    causal packed ones; dense ones with a table of distances and its gradient, full or causal.
+    not, deterministic or not; full and causal ones packed under a column mask; with ALiBi dense ones, full or causal, those
+    that reach too, and causal packed ones; dense ones with a table of distances and its gradient, full or causal.
 
     Others are compiled when first called for.
     """
@@ -545,6 +563,8 @@ def backward_set() -> list[BackwardConfig]:
     for dims, varlen, short in product(WITH_BIAS, (False, True), (False, True)):
         found[backward_config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), short)] = None
     found |= {backward_config(Features(torch.bfloat16, *dims, bias="alibi"), False): None for dims in WITH_BIAS}
+    for dims, right, short in product(WITH_BIAS, (False, True), (False, True)):
+        found[with_reach(backward_config(Features(torch.bfloat16, *dims, right=right, bias="alibi"), short))] = None
     for dims, right, short in product(WITH_BIAS, (False, True), (False, True)):
         features = Features(torch.bfloat16, *dims, right=right, bias="distance", bias_grad=True)
         found[backward_config(features, short)] = None

@@ -20,10 +20,12 @@ from warploom.attention.hopper.plan import (
     config,
     few_queries,
     last_tiles,
+    may_be_too_far,
     may_share,
     pack_gqa,
     shape,
     with_largest,
+    with_reach,
 )
 from warploom.attention.hopper.schedule import heads_in_pairs, section, tile_heads, tiles_to_split
 from warploom.attention.problem import AttentionArgs, mean_queries
@@ -33,9 +35,6 @@ from warploom.runtime import modules
 from warploom.runtime.alignment import aligned, stepped
 from warploom.runtime.arguments import keeps_nothing
 from warploom.runtime.likeness import like
-
-# Keys from which on calls with ALiBi measure how far from the diagonal keys count, for which q, k and v are read.
-REACH = 4096
 
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
@@ -98,7 +97,7 @@ def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tu
     like_out, like_lse = like(out_shape, q.dtype, device), like(lse_shape, torch.float32, device)
     readable = all(map(stepped, (q, k, v)))
     dropout, bias = dropped(args, first), added(args, seqlen_k - end)
-    reached = reaching(variant, bias, q, k, right)
+    reached = reaching(variant, bias, q, k)
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, seed: Tensor | None = None,
@@ -207,20 +206,15 @@ def added(args: AttentionArgs, beyond: int = 0, gradient: Tensor | None = None) 
 
 
 def reaching(
-    variant: ForwardConfig | BackwardConfig, bias: tuple[Tensor | int, ...] | None, q: Tensor, k: Tensor, right: int | None
+    variant: ForwardConfig | BackwardConfig, bias: tuple[Tensor | int, ...] | None, q: Tensor, k: Tensor
 ) -> Callable[[], tuple[Tensor | int, ...] | None]:
-    """What makes of a bias what a module takes of it: ALiBi's with room for norms, and whether they are to be measured.
-
-    They are where the row's own key, or the nearest to it, is seen, and keys are so many that measuring pays.
-    """
+    """What makes of a bias what a module takes of it: where it reaches, ALiBi's with room for norms."""
     if not variant.reaches:
         return lambda: bias
     assert bias is not None
     values, origin = bias
-    device, heads = q.device, q.shape[2]
-    near = heads if k.shape[1] >= REACH and not origin and (right is None or right >= 0) else 0
-    floats = q.shape[0] * (heads + k.shape[2]) * PARTS if near else 4
-    return lambda: (values, origin, torch.empty(floats, dtype=torch.float32, device=device), near)
+    device, floats = q.device, q.shape[0] * (q.shape[2] + k.shape[2]) * PARTS
+    return lambda: (values, origin, torch.empty(floats, dtype=torch.float32, device=device))
 
 
 def one_entry(args: AttentionArgs) -> AttentionArgs:
@@ -434,7 +428,7 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
     largest = lse.new_full((1, q.shape[-2]), float("-inf")) if variant.largest else None
     numbers = numbers_of(args, args.left, args.right, pair_heads=1, split=split)
-    dropout, bias = dropped(args)(args.dropout_seed), reaching(variant, added(one_entry(args)), q, k, None)()
+    dropout, bias = dropped(args)(args.dropout_seed), reaching(variant, added(one_entry(args)), q, k)()
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
     given = (q, k, v, out, lse, sink, *packed, parts, mask, dropout, bias, largest, table, *numbers)
@@ -470,15 +464,18 @@ def _function(
     """
     features, long = Features.of_args(args), seqlen_k >= LONG
     usual = variant = config(features, long)
-    if few is not None and not (features.columns or features.dropout or features.batch_invariant):
-        each = 0 if largest or features.bias == "distance" else pack_gqa(*few, usual.tile_m)
-        variant = config(features, long, each, "" if each else shape(few[0], seqlen_k))
+    if few is not None:
+        if not (features.columns or features.dropout or features.batch_invariant):
+            each = 0 if largest or features.bias == "distance" else pack_gqa(*few, usual.tile_m)
+            variant = config(features, long, each, "" if each else shape(few[0], seqlen_k))
+        if variant.may_reach and may_be_too_far(seqlen_k, args.right, args.bias_origin):
+            variant = with_reach(variant)
     if largest:
         usual, variant = with_largest(usual), with_largest(variant)
     function = _ready.get(variant.spec.name)
     if function is None:
         if variant != usual and not modules.at_hand(variant.spec):
-            # Whose tiles take longer, but its module may be here.
+            # Which takes longer, but its module may be here.
             return _function(args, seqlen_k, largest=largest)
         function = _ready[variant.spec.name] = modules.fetch(variant.spec)
         if variant.split and not torch.cuda.is_current_stream_capturing():

@@ -12,7 +12,15 @@ from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper import documents, schedule
 from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
-from warploom.attention.hopper.plan import backward_config, is_short, shared_bytes, waves, workspace_floats
+from warploom.attention.hopper.plan import (
+    backward_config,
+    is_short,
+    may_be_too_far,
+    shared_bytes,
+    waves,
+    with_reach,
+    workspace_floats,
+)
 from warploom.attention.hopper.run import added, column_mask, dropped, filled, one_entry, processors, reaching, with_seed
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
@@ -108,7 +116,7 @@ def _bind_dense(
     heads_kv = k.shape[2]
     features, short = described(args, with_dlse)
     together, each = _waves(args, backward_config(features, short))
-    function, variant = _function(features, short, each > 0)
+    function, variant = _function(features, short, each > 0, _may_be_too_far(args))
     if not variant.waves and (args.deterministic or band[1] is not None):
         shared = shared_bytes(seqlen_q, heads // heads_kv, q.shape[3], v.shape[3])
         if variant.claims or (variant.pair and not args.deterministic):
@@ -160,7 +168,8 @@ def warm(args: AttentionArgs) -> None:
     one = (1,) if packed else (1, 1)
     q, k, v = (t.new_zeros((*one, *t.shape[-2:])) for t in (args.q, args.k, args.v))
     features, short = described(args, False)
-    function, variant = _function(features, short, not packed and _waves(args, backward_config(features, short))[1] > 0)
+    several = not packed and _waves(args, backward_config(features, short))[1] > 0
+    function, variant = _function(features, short, several, not packed and _may_be_too_far(args))
     starts: tuple[Tensor | None, ...] = (None, None, None)
     if args.cu_seqlens_q is not None:
         ends = args.cu_seqlens_q.new_tensor([0, 1])
@@ -256,7 +265,7 @@ def _launcher(
     q, packed = args.q, args.cu_seqlens_q is not None
     floats = workspace_floats(variant, tiles, q.numel(), args.sink is not None and not packed, split)
     like_workspace = like((floats,), torch.float32, q.device)
-    dropout, bias = dropped(args, first), reaching(variant, added(args, beyond, gradient), q, args.k, band[1])
+    dropout, bias = dropped(args, first), reaching(variant, added(args, beyond, gradient), q, args.k)
     numbers = (args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
     dim, dim_v = variant.head_dim, variant.head_dim_v
     box_q, box_k, box_v, box_do = variant.boxes
@@ -299,13 +308,22 @@ def described(args: AttentionArgs, dlse: bool) -> tuple[Features, bool]:
     return features, is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2], features.columns)
 
 
-def _function(features: Features, short: bool, several: bool = False) -> tuple[Callable[..., None], BackwardConfig]:
-    """The compiled variant; ``several``: in waves, unless only the other's module is to be had."""
+def _may_be_too_far(args: AttentionArgs) -> bool:
+    """``may_be_too_far`` of a dense call."""
+    return may_be_too_far(args.k.shape[1], args.right, args.bias_origin)
+
+
+def _function(
+    features: Features, short: bool, several: bool = False, far: bool = False
+) -> tuple[Callable[..., None], BackwardConfig]:
+    """The compiled variant; ``several``: in waves, ``far``: one that reaches, unless only the other's module is to be had."""
     variant = backward_config(features, short, several)
+    far = far and variant.may_reach
+    variant = with_reach(variant) if far else variant
     function = _ready.get(variant.spec.name)
     if function is None:
-        if several and not modules.at_hand(variant.spec):
-            return _function(features, short)  # takes longer, but its module may be here
+        if (several or far) and not modules.at_hand(variant.spec):
+            return _function(features, short, several and far)  # takes longer, but its module may be here
         function = _ready[variant.spec.name] = modules.fetch(variant.spec)
     return function, variant
 

@@ -52,10 +52,10 @@ def dropout() -> tuple[Any, ...]:
 def slopes(reaches: bool = False) -> tuple[Any, ...]:
     """What `warploom.kernels.cute.bias` takes of ALiBi: slopes (batch|1, heads_q), and what is added to distances.
 
-    ``reaches``: and room for norms, a flat fp32 tensor, and how many heads of queries are measured, 0: none.
+    ``reaches``: and room for norms, a flat fp32 tensor.
     """
     norms = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
-    return (rows(2), Int32(0), *((norms, Int32(0)) if reaches else ()))
+    return (rows(2), Int32(0), *((norms,) if reaches else ()))
 
 
 def distances(gradient: bool = False) -> tuple[Any, ...]:
