@@ -18,8 +18,7 @@ from warploom.runtime.triton_launch import Launch
 
 # Programs of one launch beyond which a program walks several units: those that find nothing to do cost time too.
 _PROGRAMS = 4096
-# Programs for eight units of a sequence, where all units are more than run at once: the first three walk two units each. Where
-# two programs a multiprocessor take all by twos, see `_walking`.
+# Programs for eight units of a sequence, where all units are more than run at once: the first three walk two units each.
 _WALKING = 5
 # Programs that read what neighbours share: two on each multiprocessor of an H100 or H200, as registers allow. They are there
 # before those of the sequences' own keys, and end at once where nothing is shared.
