@@ -246,6 +246,70 @@ def test_a_torch_without_the_test_of_tensors_looks_by_keys(monkeypatch: pytest.M
     assert kept.find("f", given(), 3, (1.0, True, None))[1] is launch and len(asked) == 1
 
 
+class Raising:
+    """In the place of a torch's test of tensors that takes other arguments."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        raise TypeError("takes other arguments")
+
+
+class RaisingCheck:
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """Takes what it is given."""
+
+    def check(self, *given: Any) -> bool:
+        raise RuntimeError("takes other arguments")
+
+
+@pytest.mark.parametrize("guards", [Raising, RaisingCheck])
+def test_a_torch_whose_test_takes_other_arguments_looks_by_keys(guards: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "_Guards", guards)
+    launch = keep(given())
+    asked = by_key(monkeypatch)
+    for _ in range(10):
+        assert kept.find("f", given(), 3, (1.0, True, None))[1] is launch
+    assert len(asked) == 10
+
+
+def test_kinds_of_one_shape_by_turns_make_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [(given(), (1.0, True, None)), (UNLIKE["none"], (1.0, True, None)), (given(), (1.0, True, False))]
+    launches = [keep(*call) for call in calls]
+    asked = by_key(monkeypatch)
+    for _ in range(3):
+        for call, launch in zip(calls, launches, strict=True):
+            assert kept.find("f", call[0], 3, call[1])[1] is launch
+    assert not asked
+
+
+@pytest.mark.parametrize("name", ["shape", "strides", "dtype"])
+def test_of_kinds_that_only_tensors_tell_one_is_remembered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = given(), UNLIKE[name]
+    launches = [keep(call) for call in calls]
+    asked = by_key(monkeypatch)
+
+    def keys(*turns: int) -> int:
+        asked.clear()
+        for turn in turns:
+            assert kept.find("f", calls[turn], 3, (1.0, True, None))[1] is launches[turn]
+        return len(asked)
+
+    assert keys(*[0, 1] * 20) == 20
+    assert keys(*[0], *[1] * 20) == 8
+    assert keys(*[1, 0] * 20) == 20
+
+
+def test_under_autocast_calls_go_by_keys_and_none_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = keep(given())
+    asked = by_key(monkeypatch)
+    monkeypatch.setattr(kept, "casts", lambda *given: False)
+    monkeypatch.setattr(kept, "_remember", lambda *given: pytest.fail("remembered"))
+    for _ in range(10):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert kept.find("f", given(), 3, (1.0, True, None))[1] is launch
+    assert len(asked) == 10
+    assert kept.find("f", given(), 3, (1.0, True, None))[1] is launch and len(asked) == 10
+
+
 def test_the_last_call_is_remembered_without_its_tensors() -> None:
     tensors = given()
     refs = [weakref.ref(t) for t in tensors if t is not None]

@@ -47,10 +47,10 @@ MEASURES = {
     ("bias", "encoder step"): "A step of an encoder",
     ("linear", "graph"): "A step, replayed from a graph",
     ("linear", "host, decay"): "Host time of a call, decay",
-    ("linear", "host in a row, decay"): "Host time of a call, decay",
+    ("linear", "host in a row, decay"): "Host time, calls in a row, decay",
     ("linear", "graph, delta rule"): "A step of the delta rule, replayed from a graph",
     ("linear", "host, delta rule"): "Host time of a call, delta rule",
-    ("linear", "host in a row, delta rule"): "Host time of a call, delta rule",
+    ("linear", "host in a row, delta rule"): "Host time, calls in a row, delta rule",
 }
 NOTES = {
     (

@@ -7,8 +7,9 @@ planning launches a hundred. `warploom.runtime.dispatch` holds the launchers, fo
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,16 +30,24 @@ _OPTIONS = frozenset((float, int, bool, str, type(None)))
 # torch.compile's own test of tensors' types, dtypes, devices, shapes, strides and gradients, in C++: a third of a key's time.
 _Guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 _grad_enabled, _any_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
+_MISSES = 8
+# What arguments of other types than they should be raise, and a private test of another torch's given what it does not take.
+_UNFIT = (AttributeError, TypeError, RuntimeError, ValueError)
 
 
-class Recent(NamedTuple):
-    """The last call of those whose q has one shape: calls that differ in nothing but contents and addresses are of its kind."""
+@dataclass(slots=True)
+class Recent:
+    """A call of those with one place: calls that differ from it in nothing but contents and addresses are of its kind.
 
-    types: tuple[type, ...]  # of all arguments
-    options: tuple[Any, ...]
+    The place has the options, the types of all arguments, the shape of q and whether q asks for a gradient. Of several kinds
+    with one place, as by the length of k or by strides, one is remembered and the others go by keys: the first until _MISSES
+    calls in a row were unlike it.
+    """
+
     is_given: tuple[bool, ...]  # which of the tensors are not None
     same: Callable[..., bool]  # of those that are given
     found: Found
+    misses: int = 0  # calls unlike it since the last one like it
 
 
 def find(name: str, given: tuple[Any, ...], differentiable: int, options: tuple[Any, ...]) -> Found:
@@ -56,34 +65,36 @@ def find(name: str, given: tuple[Any, ...], differentiable: int, options: tuple[
     if torch.compiler.is_compiling() or checked():
         return NOTHING
     try:
-        types, place = tuple(map(type, given + options)), (name, given[0].shape, _grad_enabled())
-        recent = dispatch.recent(place)
-        if (
-            recent is not None
-            and recent.types == types
-            and recent.options == options
-            and not watched()
-            and not _any_autocast()
-            and recent.same(*compress(given, recent.is_given))
-        ):
-            return recent.found
+        q, types = given[0], tuple(map(type, given + options))
+        place = (name, q.shape, q.requires_grad, _grad_enabled(), types, options)
+        recent, auto = dispatch.recent(place), _any_autocast()
+        if recent is not None and not auto and not watched():
+            try:
+                if recent.same(*compress(given, recent.is_given)):
+                    recent.misses = 0
+                    return recent.found
+            except _UNFIT:
+                pass
+            recent.misses += 1
         found = _find(name, given, differentiable, options)
-        if found[1] is not None:
-            _remember(place, types, options, given, found)
+        if found[1] is not None and not auto and (recent is None or recent.misses >= _MISSES):
+            _remember(place, given, found)
         return found
-    except (AttributeError, TypeError, RuntimeError, ValueError):
+    except _UNFIT:
         return NOTHING
 
 
-def _remember(place: Hashable, types: tuple[type, ...], options: tuple[Any, ...], given: tuple[Any, ...], found: Found) -> None:
+def _remember(place: Hashable, given: tuple[Any, ...], found: Found) -> None:
     """Keep what says whether further calls are like this one; it holds none of its tensors."""
     tensors = [t for t in given if t is not None]
     # The test takes no tensor twice.
     if _Guards is None or len(set(map(id, tensors))) < len(tensors):
         return
-    guards = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    is_given = tuple([t is not None for t in given])
-    dispatch.remember(place, Recent(types, options, is_given, guards.check, found))
+    try:
+        same = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except _UNFIT:
+        return
+    dispatch.remember(place, Recent(tuple([t is not None for t in given]), same, found))
 
 
 def _find(name: str, given: tuple[Any, ...], differentiable: int, options: tuple[Any, ...]) -> Found:

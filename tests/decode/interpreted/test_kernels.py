@@ -226,18 +226,24 @@ def test_bits_do_not_depend_on_a_loop_over_one_unit(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), seed
 
 
-@pytest.mark.parametrize("batch,programs", [(1, 16), (2, 16), (3, 8), (4, 10), (64, 10), (205, 9)])
-def test_first_programs_walk_two_units(batch: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "batch,programs,head_dim,major",
+    [(1, 16, 128, 9), (2, 16, 128, 9), (3, 8, 128, 9), (3, 10, 64, 9), (3, 10, 128, 10), (4, 10, 128, 9), (64, 10, 64, 9),
+     (205, 9, 64, 9)],
+)  # fmt: skip
+def test_first_programs_walk_two_units(
+    batch: int, programs: int, head_dim: int, major: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where a sequence's 16 splits, times a key head and the batch, are more than 36: three programs on 12 multiprocessors.
 
-    All walk two where that makes two programs on each at the most.
+    All walk two where that makes two programs on each at the most, of middle head dims on Hopper.
     """
     shrink(monkeypatch)
     monkeypatch.setattr(plan, "_processors", lambda device: 12)
     monkeypatch.setattr(plan, "_PROGRAMS", 2048)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(launch, "plan", lambda shape: plan.plan(shape._replace(device=0)))
-    c = Case(0, [512] * batch, heads_q=2, heads_kv=1, dtype=torch.float16)
+    c = Case(0, [512] * batch, heads_q=2, heads_kv=1, head_dim=head_dim, dtype=torch.float16)
     assert launch._plan_of(_args(c.q(), c.cache()))[0].programs == programs
 
 

@@ -186,12 +186,13 @@ def _walking(s: Shape, c: Config, pairs: int, units: int) -> int:
     of 2,048 on an H200, which holds 396, takes half as long as a full one. With programs of two units first fewer are alone at
     the end.
 
-    Where two programs a multiprocessor have all units by twos, each has two. The hardware fills multiprocessors by turns: of
-    320 programs for 512 units some had five units on an H200 and others three, 41.6 us for 40.1 (4 × 8,192).
+    Where two programs a multiprocessor have all units by twos, each has two, of rows on Hopper as `_on_hopper` tells. The
+    hardware fills multiprocessors by turns: of 320 programs for 512 units some had five units on an H200 and others three,
+    41.6 us for 40.1 (4 × 8,192).
     """
     if c.block_m == 64 or s.latent or s.device is None or pairs * units <= 3 * _processors(s.device):
         return units
-    if pairs * units <= 4 * _processors(s.device):
+    if pairs * units <= 4 * _processors(s.device) and _on_hopper(c, s):
         return -(-units // 2)
     return -(-units * _WALKING // 8)
 
@@ -249,7 +250,7 @@ def _alike(s: Shape, c: Config, groups: int) -> bool:
     if s.table_width:
         group = s.heads_q // s.heads_kv
         return s.page_size <= 2 * _STEP and group & (group - 1) > 0
-    return _holds_two(c, s) and groups <= 2 * _processors(s.device or 0)
+    return _on_hopper(c, s) and groups <= 2 * _processors(s.device or 0)
 
 
 def _deeper(programs: int, c: Config, s: Shape) -> bool:
@@ -268,6 +269,11 @@ def _holds_two(c: Config, s: Shape) -> bool:
     if c.block_m > 16 or not middle or s.table_width or s.latent or s.dtype.itemsize != 2 or _pairs(s) or s.device is None:
         return False
     return torch.cuda.get_device_capability(s.device)[0] in (9, 10)
+
+
+def _on_hopper(c: Config, s: Shape) -> bool:
+    """As `_holds_two`, of what was timed on an H200 alone."""
+    return _holds_two(c, s) and torch.cuda.get_device_capability(s.device)[0] == 9
 
 
 @lru_cache

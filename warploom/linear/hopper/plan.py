@@ -19,8 +19,8 @@ TILES: dict[int, dict[str, Any]] = {
     256: {"stages": 3, "cluster": 2},
 }
 WIDTHS = tuple(TILES)
-# Of walks that leave what the gradient of logs is made of, whose blocks have all of a head's columns: a ring more. c has as
-# many stages as a, since scores wait for both.
+# Of walks that leave what the gradient of logs is made of, but for HALVES, with a block a head: a ring more. c has as many
+# stages as a, since scores wait for both.
 TERMS: dict[int, dict[str, Any]] = {64: {}, 128: {"stages": 3, "c_stages": 3}}
 # Of them those whose walks of dk and dv run side by side where both find room at once: 64 heads of 4096 tokens on an H200, of
 # one log a token, 344 us for 436; 128 heads of 2048 and of 8192 271 and 996 for 268 and 973.

@@ -53,8 +53,8 @@ class Walk(Producer, Consumers, Sums, Logs):
         fades: cute.Tensor | None,  # (batch, heads, segments) fp32: sums of a segment's logs, in log2
         logs: cute.Tensor | None,  # (batch, seqlen, heads) fp32, to sum, or whose gradient is to be found
         x: cute.Tensor | None,  # as out, which is its gradient: see ``walk_terms``, as of the two behind it
-        dots: cute.Tensor | None,  # (groups, and one of pairs where not in reverse, batch, heads, seqlen) fp32
-        totals: cute.Tensor | None,  # (groups, batch, heads, chunks) fp32
+        dots: cute.Tensor | None,  # (parts, and of pairs where not in reverse one a block, batch, heads, seqlen) fp32
+        totals: cute.Tensor | None,  # (parts, batch, heads, chunks) fp32
         dots_k: cute.Tensor | None,  # to find the logs' gradient: the same of the walk of keys, those above being of queries
         totals_k: cute.Tensor | None,
         found: cute.Tensor | None,  # (batch, seqlen, heads) fp32: the gradient

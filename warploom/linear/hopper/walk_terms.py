@@ -4,7 +4,7 @@ A log fades every pair of a query at or after its token and a key before it. Of 
 x_i . out_i has what token i takes of chunks before, in reverse behind: x is what out is the gradient of, and out lacks the
 chunk's own product then. Of pairs within a chunk each token has its sum as a query less that as a key. Those that pass a chunk
 meet in the inner product of the state before it and the state's gradient behind it: a sum of the former over all later chunks,
-less one of the same of keys, as ``log_gradients`` finds it.
+less one of the same of keys, as ``walk_logs`` and, behind walks side by side, ``log_gradients`` find it.
 
 Such a sum forgets nothing, so what one walk rounds must be rounded alike in the other: states are multiplied in two numbers,
 and x is weighed and rounded as the other walk does before it adds it to its state.
