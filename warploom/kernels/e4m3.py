@@ -20,8 +20,8 @@ LARGEST = 448.0  # of e4m3
 COLUMNS = 64  # of a slice, which tensor cores multiply by a matrix of 8 KB
 # Rotated rows of AGAIN_FROM to AGAIN_TO numbers are rounded again (`rounded_again`): all of q's, and those of k of which a
 # number was more than DOMINATES times the scale before the rotation, one and a half times the largest number of its block after
-# it. Of normal numbers hardly one block in a thousand has one. Of 16 numbers and fewer a second rounding adds more along the
-# channel than it takes away.
+# it. Of normal numbers hardly one block in a thousand has one. Of 12 numbers and fewer a second rounding adds more along the
+# channel than it takes away, of 16 to 31 about as much.
 AGAIN_FROM, AGAIN_TO, DOMINATES = 32, 128, 1.5 * LARGEST
 
 
@@ -108,7 +108,7 @@ def rounded_again(data: Tensor, y: Tensor, scale: Tensor, x: Tensor, seed: int, 
 
     A query scores high with a key that is large where it is large itself, and half of what rounding does to the score of such
     a pair is the error along that channel. It is taken away before a second rounding, which leaves half of it and moves no
-    number by more than a small part of a step.
+    number by more than a small part of a step of the row's largest numbers.
     """
     largest, channel = x.float().abs().max(-1)
     quotient = y / scale[..., None]
