@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from warploom.kernels.e4m3 import AGAIN_TO, E4M3, as_bytes, quantized, rotate, rounded_again, scales_of
+from warploom.kernels.e4m3 import AGAIN_FROM, AGAIN_TO, E4M3, as_bytes, quantized, rotate, rounded_again, scales_of
 from warploom.kernels.fp8_quantize import BLOCK, keys_last, of_storage, quantize_op, takes
 from warploom.runtime import arguments
 from warploom.runtime.op import differentiates_forward
@@ -223,7 +223,7 @@ def _quantize(
     scale = scales_of(top[..., None])
     of_rows = scale[rows.block] if granularity == "block" else scale.expand(y.shape[:-1])
     data = quantized(y, of_rows)
-    if seed is not None and x.shape[-1] <= AGAIN_TO and y.numel():
+    if seed is not None and AGAIN_FROM <= x.shape[-1] <= AGAIN_TO and y.numel():
         data = rounded_again(data, y, of_rows, x.flatten(0, -3), seed, queries)
     data = data.unflatten(0, lead)
     if granularity != "block":

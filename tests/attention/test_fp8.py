@@ -236,6 +236,26 @@ def test_a_row_of_one_large_channel_keeps_it() -> None:
     assert error[1].norm() < 1.05 * error[0].norm(), drawing
 
 
+@pytest.mark.parametrize("outliers", [False, True])
+def test_no_head_dim_has_more_error_along_the_largest_channel(outliers: bool) -> None:
+    """Than by one rounding: the mean growth of its square stays within what its draws explain."""
+    drawing = random.randrange(2**31)
+    for dim in range(1, 129):
+        x = drawn(drawing + dim, 1, 512, 1, dim)
+        if outliers:
+            x[0, torch.arange(512), 0, torch.randint(dim, (512,), generator=torch.Generator().manual_seed(drawing))] = 20.0
+        t = quantize(x, x, x)[0]
+        scale = t.scale.repeat_interleave(BLOCK, 1)[..., None]
+        channel = x.abs().argmax(-1, keepdim=True)
+        turned = rotate(x, 0)
+        along = rotate(torch.eye(dim), 0)[channel[..., 0]]
+        once, twice = (
+            ((data.float() * scale - turned) * along).sum(-1).square() for data in (quantized(turned, scale[..., 0]), t.data)
+        )
+        growth = (twice - once).flatten().double()
+        assert growth.mean() <= 5 * growth.std() / 512**0.5, (drawing, dim)
+
+
 @pytest.mark.parametrize("dim", [64, 136])
 def test_rows_are_rounded_by_themselves(dim: int) -> None:
     """But for the scale: rows of large channels and others keep their bytes when their neighbours change."""

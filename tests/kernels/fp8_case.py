@@ -11,7 +11,7 @@ from torch import Tensor
 
 from warploom import fp8
 from warploom.fp8 import Fp8Tensor
-from warploom.kernels.e4m3 import AGAIN_TO, DOMINATES, E4M3, hadamard_norm, mixed
+from warploom.kernels.e4m3 import AGAIN_FROM, AGAIN_TO, DOMINATES, E4M3, hadamard_norm, mixed
 from warploom.kernels.fp8_quantize import BLOCK, of_storage, quantize_op
 
 # Of a rotated number's error, in units of the largest of its block: sums of products in fp32, cut rather than rounded.
@@ -125,7 +125,7 @@ def nearest(case: QuantizeCase, x: Tensor, t: Fp8Tensor, every: bool) -> None:
     # What is taken away may be a step, 32 at the most, more or less for each tie, and numbers of a row may be at one together.
     largest, channel = x.double().abs().max(-1)
     along = matrix[channel]
-    again = ((largest > scale * (DOMINATES * (1 - ROTATION))) | every) & (x.shape[-1] <= AGAIN_TO)
+    again = ((largest > scale * (DOMINATES * (1 - ROTATION))) | every) & (AGAIN_FROM <= x.shape[-1] <= AGAIN_TO)
     error = ((quotient.clamp(-448, 448).to(E4M3).double() - quotient) * along).sum(-1, keepdim=True)
     moved = (error.nan_to_num(0.0).abs() + 4 * 32 * along.abs()) * along.abs() * again[..., None]
     unit = torch.exp2(quotient.abs().log2().floor().clamp(-6, 8) - 3)

@@ -18,10 +18,11 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 COLUMNS = 64  # of a slice, which tensor cores multiply by a matrix of 8 KB
-# Rotated rows of at most AGAIN_TO numbers are rounded again (`rounded_again`): all of q's, and those of k of which a number was
-# more than DOMINATES times the scale before the rotation, one and a half times the largest number of its block after it. Of
-# normal numbers hardly one block in a thousand has one.
-AGAIN_TO, DOMINATES = 128, 1.5 * LARGEST
+# Rotated rows of AGAIN_FROM to AGAIN_TO numbers are rounded again (`rounded_again`): all of q's, and those of k of which a
+# number was more than DOMINATES times the scale before the rotation, one and a half times the largest number of its block after
+# it. Of normal numbers hardly one block in a thousand has one. Of 12 numbers and fewer a second rounding adds more along the
+# channel than it takes away, of 16 to 31 about as much.
+AGAIN_FROM, AGAIN_TO, DOMINATES = 32, 128, 1.5 * LARGEST
 
 
 def signs(head_dim: int, seed: int, device: torch.device | None = None) -> Tensor:
@@ -107,7 +108,7 @@ def rounded_again(data: Tensor, y: Tensor, scale: Tensor, x: Tensor, seed: int, 
 
     A query scores high with a key that is large where it is large itself, and half of what rounding does to the score of such
     a pair is the error along that channel. It is taken away before a second rounding, which leaves half of it and moves no
-    number by more than a small part of a step.
+    number by more than a small part of a step of the row's largest numbers.
     """
     largest, channel = x.float().abs().max(-1)
     quotient = y / scale[..., None]

@@ -164,32 +164,31 @@ def _block_of(
         COUNT: tl.constexpr = 1 if matrix_ptr is None else SLICES
         PART: tl.constexpr = DIM // COUNT
         FACTOR: tl.constexpr = 1.0 if matrix_ptr is None else NORM
+        SIZES: tl.constexpr = AGAIN and not TOPS
         if matrix_ptr is None:
             a = _read(x_ptr, read, DIM, COLUMNS)
             largest = tl.zeros((BLOCK,), tl.float32)
         else:
-            a, largest = _slice(x_ptr, matrix_ptr, read, 0, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            a, largest = _slice(x_ptr, matrix_ptr, read, 0, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS, SIZES)
         b, c, d = a, a, a
         if COUNT >= 2:
-            b, size = _slice(x_ptr, matrix_ptr, read, 1, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
+            b, size = _slice(x_ptr, matrix_ptr, read, 1, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS, SIZES)
             largest = tl.maximum(largest, size)
             a, b = a + b, a - b
         if COUNT == 4:
-            c, size = _slice(x_ptr, matrix_ptr, read, 2, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-            largest = tl.maximum(largest, size)
-            d, size = _slice(x_ptr, matrix_ptr, read, 3, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS)
-            largest = tl.maximum(largest, size)
+            c, _ = _slice(x_ptr, matrix_ptr, read, 2, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS, False)
+            d, _ = _slice(x_ptr, matrix_ptr, read, 3, PART, SLICES, WIDTH, PARTS, MATRIX_PARTS, False)
             c, d = c + d, c - d
             a, b, c, d = a + c, b + d, a - c, b - d
         top = _largest(a, b, c, d, COUNT) * FACTOR
         scale = _scale(top, scale_ptr, top_ptr, slot, slots, head, heads, first_top, BY, TOPS)
         if not TOPS:
             out_ptr += target * DIM + r[:, None] * (heads * DIM)
-            if AGAIN and matrix_ptr is not None:
+            if AGAIN:
                 again = (largest > scale * DOMINATES) | EVERY
                 if tl.max(again.to(tl.int32), 0) != 0:
-                    a, b, c, d = _corrected(
-                        a, b, c, d, x_ptr, matrix_ptr, read, scale, largest, again, COUNT, PART, WIDTH, MATRIX_PARTS, NORM
+                    a, b = _corrected(
+                        a, b, x_ptr, matrix_ptr, read, scale, largest, again, COUNT, PART, WIDTH, MATRIX_PARTS, NORM
                     )
             _write(out_ptr, a, FACTOR, scale, kept, PART)
             if COUNT >= 2:
@@ -209,11 +208,13 @@ def _read(x_ptr, read, DIM: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _slice(
     x_ptr, matrix_ptr, read, AT: tl.constexpr, PART: tl.constexpr, SLICES: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr,
+    PARTS: tl.constexpr, MATRIX_PARTS: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """Columns AT * PART on, times the slice's matrix: products of parts to 2^-24 of the largest; and each row's largest."""
+    """Columns AT * PART on, times the slice's matrix: products of parts to 2^-24 of the largest; with SIZES rows' largest."""
     x = _read(x_ptr + AT * PART, read, PART, WIDTH)
-    largest = tl.max(tl.abs(x.to(tl.float32)), 1)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    if SIZES:
+        largest = tl.max(tl.abs(x.to(tl.float32)), 1)
     c = tl.arange(0, WIDTH)
     at = AT * WIDTH * WIDTH + c[:, None] * WIDTH + c[None, :]
     y = tl.zeros((BLOCK, WIDTH), tl.float32)
@@ -234,16 +235,16 @@ def _slice(
 
 @triton.jit
 def _corrected(
-    a, b, c, d, x_ptr, matrix_ptr, read, scale, largest, again, COUNT: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr,
+    a, b, x_ptr, matrix_ptr, read, scale, largest, again, COUNT: tl.constexpr, PART: tl.constexpr, WIDTH: tl.constexpr,
     MATRIX_PARTS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Slices less what rounding makes of the largest channel of each row that is rounded ``again`` (`e4m3.rounded_again`)."""
+    tl.static_assert(COUNT <= 2, "rows of four slices are rounded once")
     channel = tl.full((BLOCK,), COUNT * WIDTH, tl.int32)
     at = tl.arange(0, WIDTH)[None, :]
     for n in tl.static_range(COUNT):
         x = tl.abs(_read(x_ptr + n * PART, read, PART, WIDTH).to(tl.float32))
         channel = tl.minimum(channel, tl.min(tl.where(x == largest[:, None], at + n * WIDTH, COUNT * WIDTH), 1))
-    of_slice = channel // WIDTH
     # The channel's row of the matrix: its slices are one slice's row, by the signs that sums and differences of slices have.
     along = tl.zeros((BLOCK, WIDTH), tl.float32)
     for n in tl.static_range(COUNT):
@@ -252,21 +253,15 @@ def _corrected(
             place = (j * COUNT + n) * WIDTH * WIDTH + tl.arange(0, WIDTH)[:, None] * WIDTH + at
             along = _product(unit, tl.load(matrix_ptr + place), along)
     along *= NORM
-    odd = tl.where(of_slice % 2 == 1, -1.0, 1.0)
-    high = tl.where(of_slice // 2 == 1, -1.0, 1.0)
+    odd = tl.where(channel < WIDTH, 1.0, -1.0)
     error = _error_along(a, along, scale, NORM)
     if COUNT >= 2:
         error += odd * _error_along(b, along, scale, NORM)
-    if COUNT == 4:
-        error += high * _error_along(c, along, scale, NORM) + odd * high * _error_along(d, along, scale, NORM)
     error = tl.where(again & (tl.abs(error) < float("inf")), error, 0.0) * (scale / NORM)
     a -= error[:, None] * along
     if COUNT >= 2:
         b -= (odd * error)[:, None] * along
-    if COUNT == 4:
-        c -= (high * error)[:, None] * along
-        d -= (odd * high * error)[:, None] * along
-    return a, b, c, d
+    return a, b
 
 
 @triton.jit

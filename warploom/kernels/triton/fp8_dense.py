@@ -60,7 +60,8 @@ def quantize_dense_kernel(
     """As `fp8.quantize_kernel`, of q, k and v with SLICES · 64 columns and strides in units of 16 bytes.
 
     A tile is a block of rows of one head. v's are dealt out from the program on at which those of q and k end. With EARLY the
-    next tile is asked for before a tile is rounded, else when it is written. AGAIN: rows are rounded twice.
+    next tile is asked for before a tile is rounded, else when it is written. AGAIN, of at most two slices: rows are rounded
+    twice.
     """
     first, step = tl.program_id(0), tl.num_programs(0)
     q_ptr, k_ptr = q_ptr.to(tl.pointer_type(tl.int32)), k_ptr.to(tl.pointer_type(tl.int32))
@@ -91,7 +92,7 @@ def quantize_dense_kernel(
         kept = (r < rows - row)[:, None]
         largest = 0
         if AGAIN and not of_q:  # every row of q is rounded again
-            largest = _largest(x0, x1, x2, x3, SLICES)
+            largest = _largest(x0, x1, SLICES)
         a = _product(_numbers(x0), m0, nothing)
         b, c, d = a, a, a
         if SLICES >= 2:
@@ -125,11 +126,11 @@ def quantize_dense_kernel(
         if AGAIN:
             least = tl.where(of_q, -1.0, scale * DOMINATES)
             if largest > least.to(tl.int32, bitcast=True):
-                _, _, _, w0, w1, w2, w3 = _rotated_tile(
+                _, _, _, w0, w1, _, _ = _rotated_tile(
                     q_ptr, k_ptr, tile, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs, stride_qh,
                     stride_kb, stride_ks, stride_kh, r, SLICES,
                 )  # fmt: skip
-                _write_again(out, a, b, c, d, w0, w1, w2, w3, m0, divisor, kept, least, SLICES)
+                _write_again(out, a, b, w0, w1, m0, divisor, kept, least, SLICES)
                 if EARLY:  # once more: kept, they would take registers here
                     sequence, row, head, x0, x1, x2, x3 = _rotated_tile(
                         q_ptr, k_ptr, tile + step, tiles_q, rotated, rows_q, rows_k, heads_q, heads_kv, stride_qb, stride_qs,
@@ -267,13 +268,11 @@ def _size(y, FINITE: tl.constexpr):
 
 
 @triton.jit
-def _largest(a, b, c, d, SLICES: tl.constexpr):
+def _largest(a, b, SLICES: tl.constexpr):
     """Bits of the largest of the slices' pairs of numbers without signs; NaN counts as more than infinity."""
     a &= 0x7FFF7FFF
-    if SLICES >= 2:
+    if SLICES == 2:
         a = _most(a, b & 0x7FFF7FFF)
-    if SLICES == 4:
-        a = _most(a, _most(c & 0x7FFF7FFF, d & 0x7FFF7FFF))
     return tl.max(tl.maximum(a & 0x7FFF0000, a << 16))
 
 
@@ -290,13 +289,12 @@ def _most(a, b):
 
 
 @triton.jit
-def _write_again(out, a, b, c, d, x0, x1, x2, x3, m0, divisor, kept, least, SLICES: tl.constexpr):
-    """``_write``, rows of numbers above ``least`` as `e4m3.rounded_again` rounds them; ``x0`` to ``x3`` are those, in pairs."""
+def _write_again(out, a, b, x0, x1, m0, divisor, kept, least, SLICES: tl.constexpr):
+    """``_write``, rows of numbers above ``least`` as `e4m3.rounded_again` rounds them; ``x0``, ``x1``: those, in pairs."""
+    tl.static_assert(SLICES <= 2, "rows of four slices are rounded once")
     key = _channels(x0, 0)
-    if SLICES >= 2:
+    if SLICES == 2:
         key = tl.maximum(key, _channels(x1, 1))
-    if SLICES == 4:
-        key = tl.maximum(key, tl.maximum(_channels(x2, 2), _channels(x3, 3)))
     key = tl.max(key, 1)
     again = (key & 0x7FFF0000).to(tl.float32, bitcast=True) > least
     channel = 255 - (key & 255)
@@ -307,23 +305,13 @@ def _write_again(out, a, b, c, d, x0, x1, x2, x3, m0, divisor, kept, least, SLIC
     along = _product(unit, m0, tl.zeros((BLOCK, WIDTH), tl.float32))
     inverse = tl.div_rn(1.0, divisor)
     error = _error_along(a, along, divisor, inverse)
-    of_b, of_c, of_d = error, error, error
-    if SLICES >= 2:
-        of_slice = channel // WIDTH
-        of_b = tl.where(of_slice % 2 == 1, -1.0, 1.0)
+    of_b = tl.where(channel < WIDTH, 1.0, -1.0)
+    if SLICES == 2:
         error += of_b * _error_along(b, along, divisor, inverse)
-    if SLICES == 4:
-        of_c = tl.where(of_slice // 2 == 1, -1.0, 1.0)
-        of_d = of_b * of_c
-        error += of_c * _error_along(c, along, divisor, inverse)
-        error += of_d * _error_along(d, along, divisor, inverse)
     error = tl.where(again & (tl.abs(error) < float("inf")), error * (1.0 / (SLICES * WIDTH)), 0.0)
     tl.store(out, _rounded_less(a, along, error, divisor, inverse), mask=kept)
-    if SLICES >= 2:
+    if SLICES == 2:
         tl.store(out + WIDTH, _rounded_less(b, along, error * of_b, divisor, inverse), mask=kept)
-    if SLICES == 4:
-        tl.store(out + 2 * WIDTH, _rounded_less(c, along, error * of_c, divisor, inverse), mask=kept)
-        tl.store(out + 3 * WIDTH, _rounded_less(d, along, error * of_d, divisor, inverse), mask=kept)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from warploom.kernels.e4m3 import AGAIN_TO, COLUMNS, hadamard_norm, slice_matrices, slices
+from warploom.kernels.e4m3 import AGAIN_FROM, AGAIN_TO, COLUMNS, hadamard_norm, slice_matrices, slices
 from warploom.kernels.triton.fp8 import BLOCK, quantize_kernel
 from warploom.kernels.triton.fp8_dense import quantize_dense_kernel
 from warploom.kernels.triton.widths import power_of_two
@@ -102,7 +102,7 @@ def _launch(
         "PARTS": _PARTS[dtype],
         "MATRIX_PARTS": 3 if dim & (dim - 1) else 1,
         "NORM": hadamard_norm(dim),
-        "AGAIN": dim <= AGAIN_TO,
+        "AGAIN": rotated and AGAIN_FROM <= dim <= AGAIN_TO,
         "BY": granularity,
         "TOPS": tops,
         "UNIT": unit,
@@ -126,7 +126,7 @@ def _dense_launch(dim: int, device: int | None) -> Launch:
         "SLICES": dim // COLUMNS,
         "NORM": hadamard_norm(dim),
         "EARLY": dim != 128,
-        "AGAIN": dim <= AGAIN_TO,
+        "AGAIN": AGAIN_FROM <= dim <= AGAIN_TO,
         "num_warps": warps,
     }
     if registers is not None:
