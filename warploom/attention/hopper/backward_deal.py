@@ -83,8 +83,11 @@ class Dealer(ColumnWalk):
 
     @cute.jit
     def look_at_last(self, given, found, sums):
-        """``amount_of`` of the call's last blocks: how many they are; a thread's share of them, counted from the last one; what
-        is behind that share; the mean.
+        """``amount_of`` of the call's last blocks, and what a thread deals out.
+
+        Returns:
+            How many blocks they are; its share of them, first and past, counted from the last one; the amount behind that
+            share; the mean.
         """
         thread = cute.arch.thread_idx()[0]
         total = given.n_blocks * given.slices
