@@ -274,7 +274,7 @@ def check_calls(backend: str) -> None:
             assert found <= MOST_CALLS[backend][name], (backend, name, found)
 
 
-MOST_CALLS_OVER_PAGES = {"hopper": 50, "triton": 49}  # (238; as a cache 239)
+MOST_CALLS_OVER_PAGES = {"hopper": 51, "triton": 50}  # (238; as a cache 239)
 
 
 def check_pages(backend: str) -> None:

@@ -69,7 +69,7 @@ def steps(name: str, seqlen_q: int, seqlen_k: int) -> list[tuple[int, tuple[int,
 
 
 @pytest.mark.parametrize("processors", [1, 2])
-@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("name", [name for name, config in BACKWARD.items() if not config.reaches])  # as the forward's tests
 def test_no_hang_and_no_race(name: str, processors: int, built: Built) -> None:
     """One processor or two; S and dP of each step once, and dQ added once by each warpgroup."""
     config, seed = BACKWARD[name], random.randrange(2**32)

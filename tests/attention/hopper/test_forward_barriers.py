@@ -55,7 +55,8 @@ def wanted(config, seqlen_q: int, seqlen_k: int, heads: int, left: int | None) -
     )
 
 
-@pytest.mark.parametrize("name", CORE)
+# How many keys count is a matter of slopes and norms, numbers that are not played: `test_near.py` has it.
+@pytest.mark.parametrize("name", [name for name, config in CORE.items() if not config.reaches])
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k", "blocks"), [(300, 500, 2), (450, 130, 3), (70, 0, 1)])
 def test_no_hang_and_no_race(name: str, seqlen_q: int, seqlen_k: int, blocks: int, built: Built) -> None:
     config, traced, seed = CORE[name], built.traced(name), random.randrange(2**32)

@@ -112,7 +112,7 @@ def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tu
         parts = lse if variant.split else None  # not read: of the type
         if split:
             parts = torch.empty(parts_shape, dtype=torch.float32, device=device)
-        biases = reached()
+        biases = bias if reached is None else reached()
         given = (q, k, v, out, lse, sink, None, None, None, None, parts, None, dropout(seed), biases, largest, None, *numbers)
         launch_on(index, function, given)
         return out, lse
@@ -207,10 +207,10 @@ def added(args: AttentionArgs, beyond: int = 0, gradient: Tensor | None = None) 
 
 def reaching(
     variant: ForwardConfig | BackwardConfig, bias: tuple[Tensor | int, ...] | None, q: Tensor, k: Tensor
-) -> Callable[[], tuple[Tensor | int, ...] | None]:
-    """What makes of a bias what a module takes of it: where it reaches, ALiBi's with room for norms."""
+) -> Callable[[], tuple[Tensor | int, ...]] | None:
+    """Where a variant reaches what makes of ALiBi what its module takes, which has room for norms; else None."""
     if not variant.reaches:
-        return lambda: bias
+        return None
     assert bias is not None
     values, origin = bias
     device, floats = q.device, q.shape[0] * (q.shape[2] + k.shape[2]) * PARTS
@@ -428,10 +428,12 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
     largest = lse.new_full((1, q.shape[-2]), float("-inf")) if variant.largest else None
     numbers = numbers_of(args, args.left, args.right, pair_heads=1, split=split)
-    dropout, bias = dropped(args)(args.dropout_seed), reaching(variant, added(one_entry(args)), q, k)()
+    dropout, bias = dropped(args)(args.dropout_seed), added(one_entry(args))
+    reached = reaching(variant, bias, q, k)
     if args.cu_seqlens_q is not None:
         q, k, v = _filled(variant, q, k, v)
-    given = (q, k, v, out, lse, sink, *packed, parts, mask, dropout, bias, largest, table, *numbers)
+    biases = bias if reached is None else reached()
+    given = (q, k, v, out, lse, sink, *packed, parts, mask, dropout, biases, largest, table, *numbers)
     launch_on(q.device.index, function, given)
 
 

@@ -265,7 +265,8 @@ def _launcher(
     q, packed = args.q, args.cu_seqlens_q is not None
     floats = workspace_floats(variant, tiles, q.numel(), args.sink is not None and not packed, split)
     like_workspace = like((floats,), torch.float32, q.device)
-    dropout, bias = dropped(args, first), reaching(variant, added(args, beyond, gradient), q, args.k)
+    dropout, bias = dropped(args, first), added(args, beyond, gradient)
+    reached = reaching(variant, bias, q, args.k)
     numbers = (args.scale, args.softcap, *map(reach, band), together, processors(q.get_device()), split, each)
     dim, dim_v = variant.head_dim, variant.head_dim_v
     box_q, box_k, box_v, box_do = variant.boxes
@@ -285,7 +286,8 @@ def _launcher(
             tensors = filled(q, dim, box_q), filled(k, dim, box_k), filled(v, dim_v, box_v), out, filled(dout, dim_v, box_do)
         views = [aligned(t) for t in tensors]
         with on_device(views[0]):
-            function(*views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns, dropout(seed), bias(), *numbers)
+            biases = bias if reached is None else reached()
+            function(*views, lse.contiguous(), dlse, *gradients, workspace, *starts, *columns, dropout(seed), biases, *numbers)
         return workspace
 
     return launch
