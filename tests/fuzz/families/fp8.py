@@ -1,7 +1,8 @@
 """attention() and attention_varlen() over `warploom.fp8` inputs: the numbers of quantize(), and calls over them.
 
-A number has to be within half a step of e4m3 of what it stands for, rotated where it is, by a scale that the largest of its
-block, head or tensor makes; that is the stated bound. A call is that of the other families over the numbers as they are.
+A number has to be within half a step of e4m3 of what it stands for, rotated where it is, and less the row's error along its
+largest channel where it is rounded twice, by a scale that the largest of its block, head or tensor makes; that is the stated
+bound. A call is that of the other families over the numbers as they are.
 
 On a GPU all problems are such that Hopper's kernel multiplies the numbers as they are. What is right is what the other families
 call so, of models that round P to e4m3 and cut scores as tensor cores do.
@@ -32,6 +33,8 @@ from warploom.runtime.arguments import keeps_nothing
 NAME = "fp8"
 BACKENDS = ("cpu", "hopper", "reference")
 BLOCK, STEP = 128, 16
+LARGEST = 448.0  # of e4m3
+ROUNDED_TWICE, DOMINATES = range(32, 129), 1.5  # head dims, and how much larger than its block a row's channel is
 HALVES = ("bfloat16", "float16")
 # Of an lse, of one and in norm: its logarithm to base 2, of a sum with P's headroom, is rounded some four times at 8 to 16.
 LSE_SLACK, LSE_EPS = 1e-4, 4 * 2.0**-20
@@ -245,10 +248,22 @@ def _block(first: int, n: int, own: Tensor, is_packed: bool, length: int) -> Ten
     return (first // BLOCK + n if is_packed else n * -(-length // BLOCK)) + own // BLOCK
 
 
+def _rounded(rows: Tensor, scale: Tensor) -> Tensor:
+    """Rows (count, heads, head_dim) as e4m3 numbers of a scale (count, heads)."""
+    numbers = (rows / scale[..., None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return numbers.double() * scale[..., None]
+
+
+def _error_along(rows: Tensor, scale: Tensor, along: Tensor) -> Tensor:
+    """What rounding rows adds along unit vectors, (count, heads)."""
+    return ((_rounded(rows, scale) - rows) * along).sum(-1)
+
+
 _ORACLE = SimpleNamespace(  # of the format; calls have the other families'
     turned=lambda x, seed: Decode().rotated(x, seed),
+    taken_away=_error_along,
     counted=lambda used, length: used,
-    divisor=lambda top: torch.where(top == 0, 1.0, top / 448),
+    divisor=lambda top: torch.where(top == 0, 1.0, top / LARGEST),
 )
 
 
@@ -259,6 +274,7 @@ def _changed(**functions: Any) -> SimpleNamespace:
 MUTANTS = {
     "fp8: signs of another seed": _changed(turned=lambda x, seed: Decode().rotated(x, seed + 1)),
     "fp8: padding has a part in scales": _changed(counted=lambda used, length: length),
+    "fp8: rows are rounded once": _changed(taken_away=lambda rows, scale, along: torch.zeros_like(scale)),
     "fp8: the largest number becomes 240": _changed(divisor=lambda top: torch.where(top == 0, 1.0, top / 240)),
 }
 
@@ -387,8 +403,21 @@ def _within(p: Fp8, name: str, x: Tensor, numbers: Tensor, oracle: SimpleNamespa
     else:
         top = (top.amax(0) if p.granularity == "head" else top.amax()).expand(count, heads)
     scale = oracle.divisor(top)
-    # Half a step: e4m3 has three bits behind the leading one, and below 2^-6 steps of 2^-9. A rotation's sums are of fp32.
-    bound = (clean.abs() / 16 + scale[..., None] / 1024) * 1.0001 + 1e-5 * clean.square().sum(-1, keepdim=True).sqrt()
+    # A rotation's sums are of fp32.
+    slack = 1e-5 * clean.square().sum(-1, keepdim=True).sqrt()
+    if name != "v" and p.rotation is not None and rows.shape[-1] in ROUNDED_TWICE:
+        given = torch.where(kept[:, None, None], x.float().flatten(0, -3).double(), 0.0)
+        largest, channel = given.abs().max(-1)
+        along = oracle.turned(torch.eye(rows.shape[-1], dtype=torch.float64), p.rotation)[channel]
+        error = oracle.taken_away(clean, scale, along)
+        moved = error * ((largest > DOMINATES * top) | (name == "q"))
+        rows = rows - moved[..., None] * along
+        # Numbers at a tie may have been rounded either way first.
+        either = _rounded(clean + slack, scale) - _rounded(clean - slack, scale)
+        slack = slack + (either * along.abs()).sum(-1, keepdim=True) * along.abs()
+        clean = torch.where(rows.isfinite(), rows, 0.0)
+    # Half a step: e4m3 has three bits behind the leading one, and below 2^-6 steps of 2^-9.
+    bound = ((clean.abs() + slack) / 16 + scale[..., None] / 1024) * 1.0001 + slack
     flat = numbers.flatten(0, -3).double()
     near = (flat - rows).abs() <= bound
     ref = torch.where(rows.isfinite(), torch.where(near, flat, rows), torch.nan)
