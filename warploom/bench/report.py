@@ -136,7 +136,7 @@ def fill(page: str, runs: Mapping[str, Run]) -> str:
 
 
 def _headline(runs: Mapping[str, Run], short: bool) -> Iterator[str]:
-    for text in (summary.table(runs, short), summary.behind(runs), summary.preparation(runs)):
+    for text in (summary.table(runs, short), summary.conditions(runs), summary.behind(runs), summary.preparation(runs)):
         if text:
             yield text
 
