@@ -92,7 +92,7 @@ def own(parent: Any) -> Any:
 def needs_numpy() -> None:
     """ImportError where NumPy is not installed: torch's collectives of Python objects convert tensors by it."""
     if find_spec("numpy") is None:
-        raise ImportError("comparing ranks needs NumPy, as torch.distributed sends Python objects through it: pip install numpy")
+        raise ImportError("comparing ranks needs NumPy, by which torch.distributed sends Python objects: pip install numpy")
 
 
 def _name(ranks: list[int], number: int) -> str | None:
