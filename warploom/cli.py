@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="warploom",
-        description="Attention for PyTorch: look at a machine, ask for a plan, run the demo.",
+        description="Attention for PyTorch: check a machine, plan a call, build and time kernels, study bank conflicts.",
         epilog="Every command takes --json and --help.",
     )
     parser.add_argument("--version", action="version", version=f"warploom {warploom.__version__}")

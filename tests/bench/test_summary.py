@@ -59,16 +59,28 @@ def test_what_the_headline_shows_is_there() -> None:
 
 def test_cases_in_which_a_peer_is_faster_are_named() -> None:
     assert summary.behind({"dense.json": DENSE, "masks.json": MASKS}) == (
-        "In these cases a peer is faster than the Hopper kernels. torch's cuDNN: forward b 0.50. "
+        "A peer is faster than the Hopper kernels in these cases. torch's cuDNN: forward b 0.50. "
         "cuDNN's FlexAttention: forward tree 0.99.\n"
     )
     assert summary.behind({"linear.json": LINEAR}) == ""
 
 
+def test_conditions_name_sizes_versions_and_days() -> None:
+    sizes = "D64 S1024 full", "D192/128 S8192 causal"
+    dense = run(*(row("dense", "forward", case, ours=1.0, cuDNN=2.0) for case in sizes))
+    dense |= {"torch": "2.11.0", "date": "2026-11-22"}
+    assert summary.conditions({"dense.json": dense, "masks.json": MASKS | {"cudnn": 91900, "date": "2026-11-23"}}) == (
+        "GPU rows: one GPU, bf16 where no FP8 is named, device time with a cold L2 cache. With the Hopper kernels, dense calls "
+        "have head_dim 64 to 192 and 1,024 to 8,192 tokens a sequence; masked calls have head_dim 128 and 32,768 tokens a "
+        "sequence. Measured with torch 2.11.0, cuDNN 9.19.0, 2026-11-22 to 2026-11-23.\n"
+    )
+    assert summary.conditions({"cpu.json": {"processor": "x86", "rows": []}}) == ""
+
+
 def test_preparation_says_what_it_includes() -> None:
     said = summary.preparation({"masks.json": MASKS, "dense.json": DENSE})
-    assert "(tree, B1, H200)" in said and "5.0 us from its vectors" in said and "500 us" in said
-    assert "9.0 us with the vectors made from lengths" in said and "include neither" in said
+    assert "(tree, B1, H200)" in said and "5.0 us from column vectors" in said and "500 us for the plan" in said
+    assert "9.0 us with the vectors made from lengths" in said and "not in these numbers" in said
     assert summary.preparation({"dense.json": DENSE}) == ""
 
 

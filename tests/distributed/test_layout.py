@@ -14,6 +14,7 @@ import torch.distributed as dist
 import warploom
 from tests.masks import samples
 from warploom import distributed, masks
+from warploom.distributed import groups
 from warploom.distributed.api import _sharded, _whole
 from warploom.distributed.collectives import Sum, sums_of
 from warploom.distributed.layout import joined, split
@@ -140,6 +141,12 @@ def test_a_torch_without_distributed_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dist, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=r"this torch is built without torch\.distributed"):
         distributed.shard_plan(64, None)
+
+
+def test_ranks_without_numpy_ended_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install numpy"):
+        groups.needs_numpy()
 
 
 def test_a_group_of_one_is_one_device(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from warploom.bench.harness import FEWEST, HEAD_START, SECONDS, Call, WrongResul
 from warploom.bench.masks import document_lengths
 from warploom.bench.ranks import Parts, contenders, of_fewer
 from warploom.bench.reference import FURTHEST
+from warploom.distributed import groups
 from warploom.masks import Causal, Document, Mask, PrefixLM, SlidingWindow
 
 # Tokens of a rank; 64 query heads and 8 key heads of 128.
@@ -225,6 +226,7 @@ def _call(parts: Parts, inputs: list[Tensor], measure: str) -> Call:
 
 def _agreed(why: tuple[str, str] | None) -> tuple[str, str] | None:
     """Why a contender is left out, as the first rank has it that leaves it out: then all do."""
+    groups.needs_numpy()
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, why)
     return next((each for each in told if each is not None), None)

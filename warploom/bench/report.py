@@ -140,7 +140,7 @@ def fill(page: str, runs: Mapping[str, Run]) -> str:
 
 
 def _headline(runs: Mapping[str, Run], short: bool) -> Iterator[str]:
-    for text in (summary.table(runs, short), summary.behind(runs), summary.preparation(runs)):
+    for text in (summary.table(runs, short), summary.conditions(runs), summary.behind(runs), summary.preparation(runs)):
         if text:
             yield text
 
@@ -177,9 +177,10 @@ def _devices(runs: Mapping[str, Run], images: dict[str, str]) -> Iterator[str]:
             yield title
         titles.add(title)
         title = _title(suite, measure, name, runs[name])
-        title += f", {Path(name).stem}" if suite + title in titles else ""
-        titles.add(suite + title)
-        yield f"### {title}\n"
+        again = f", {summary.machine(runs[name])}" if suite + title in titles else ""
+        again = f", {Path(name).stem}" if suite + title + again in titles and again else again
+        titles.add(suite + title + again)
+        yield f"### {title}{again}\n"
         yield from _measure(title, name, runs[name], found[key], images)
         yield from _missing(runs[name]) if name not in told else ()
         told.add(name)
@@ -207,7 +208,8 @@ def _measure(title: str, name: str, run: Run, rows: list[Row], images: dict[str,
     if (suite, measure) in NOTES:
         yield f"{NOTES[suite, measure]}\n"
     yield tables.where(name, run)
-    titles = SUITES.get(suite, suite.capitalize()), title if "kernels" in title else title[0].lower() + title[1:]
+    plain = "kernels" in title or title[1].isupper()  # as FP8
+    titles = SUITES.get(suite, suite.capitalize()), title if plain else title[0].lower() + title[1:]
     drawn = pictures.rates(f"{', '.join(titles)}, {summary.machine(run)}", rows, run["roofs"])
     if drawn:
         stem = Path(name).stem

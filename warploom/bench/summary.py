@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import geometric_mean
 from typing import Any
 
@@ -35,7 +36,7 @@ FAMILIES = (
         "Dense, Hopper",
         "dense",
         "Hopper",
-        {"torch's cuDNN": ("cuDNN",), "FlashAttention-4": ("FA4",)},
+        {"torch's FlashAttention-2": ("FA2",), "FlashAttention-4": ("FA4",), "torch's cuDNN": ("cuDNN",)},
     ),
     Family(
         "Column masks, Hopper",
@@ -117,8 +118,9 @@ PROCESSOR = (
 )
 # What README.md shows of the table.
 HEADLINE = (
-    ("Dense, Hopper", "torch's cuDNN"),
+    ("Dense, Hopper", "torch's FlashAttention-2"),
     ("Dense, Hopper", "FlashAttention-4"),
+    ("Dense, Hopper", "torch's cuDNN"),
     ("Column masks, Hopper", "cuDNN's FlexAttention"),
     ("Dense, Triton", "torch's cuDNN"),
     ("Column masks, Triton", "torch's FlexAttention"),
@@ -160,12 +162,44 @@ def table(runs: Runs, short: bool = False) -> str:
         "| --- | --- | ---: | ---: | --- | ---: |",
     ]
     words = (
-        "Numbers are the peer's time over ours, so more than 1 means that ours is faster: the geometric mean of the cases, and "
-        'the worst of them, both rounded down. "Hopper" and "Triton" say whose kernels ran.'
+        "A number is the peer's time over ours: above 1, ours is faster. It is the geometric mean of the cases, with the worst "
+        'case in brackets, both rounded down. "Hopper" and "Triton" say which of our kernels ran.'
     )
     if any("processor" in run for run in runs.values()):
         words += " On CPUs the backward is timed together with its forward."
     return "\n".join([*head, *lines, "", words, ""])
+
+
+def conditions(runs: Runs) -> str:
+    """How the rows of GPUs were measured: sizes of the Hopper kernels' calls, versions and days; "" without such rows."""
+    devices = [run for run in runs.values() if "roofs" in run]
+    versions = [
+        dict.fromkeys(f"torch {run['torch']}" for run in devices if run.get("torch")),
+        dict.fromkeys(f"cuDNN {n // 10000}.{n // 100 % 100}.{n % 100}" for run in devices if (n := run.get("cudnn"))),
+        dict.fromkeys(f"Triton {run['triton']}" for run in devices if run.get("triton")),
+    ]
+    days = sorted(str(run["date"]) for run in devices if run.get("date"))
+    if not days:
+        return ""
+    sizes = []
+    for what, suite in (("dense", "dense"), ("masked", "masks")):
+        cases = [
+            case
+            for family in FAMILIES
+            if (family.suite, family.kernels) == (suite, "Hopper")
+            for measure in family.measures
+            for contenders in family.peers.values()
+            for _, case, _ in _ratios(runs, family, measure, contenders)
+        ]
+        dims, lengths = ([int(n) for case in cases for n in re.findall(rf"\b{letter}(\d+)", case)] for letter in "DS")
+        if dims and lengths:
+            dim, length = (" to ".join(dict.fromkeys((f"{min(each):,}", f"{max(each):,}"))) for each in (dims, lengths))
+            sizes.append(f"{what} calls have head_dim {dim} and {length} tokens a sequence")
+    return (
+        "GPU rows: one GPU, bf16 where no FP8 is named, device time with a cold L2 cache."
+        + (f" With the Hopper kernels, {'; '.join(sizes)}." if sizes else "")
+        + f" Measured with {', '.join(chain(*versions))}, {' to '.join(dict.fromkeys((days[0], days[-1])))}.\n"
+    )
 
 
 def behind(runs: Runs) -> str:
@@ -181,7 +215,7 @@ def behind(runs: Runs) -> str:
                     cases = ", ".join(f"{case} {rounded_down(worst[case])}" for case in sorted(worst, key=worst.__getitem__))
                     parts.append(f"{measure} {cases}")
             found += [f"{peer}: {'; '.join(parts)}."] if parts else []
-    return f"In these cases a peer is faster than the Hopper kernels. {' '.join(found)}\n" if found else ""
+    return f"A peer is faster than the Hopper kernels in these cases. {' '.join(found)}\n" if found else ""
 
 
 def preparation(runs: Runs) -> str:
@@ -193,9 +227,9 @@ def preparation(runs: Runs) -> str:
             ours, made, plan = (times.get(name) for name in ("warploom", mask_bars.VECTORS, mask_bars.CUDNN))
             if row["measure"] == "mask" and ours and made and plan:
                 found.append(
-                    f"A new mask ({row['case']}, {machine(run)}) is prepared in {ours * 1e3:.1f} us from its vectors, in "
-                    f"{made * 1e3:.1f} us with the vectors made from lengths on the device; cuDNN's FlexAttention takes "
-                    f"{plan * 1e3:.0f} us for its plan, from intervals that are there. The numbers above include neither.\n"
+                    f"Preparing a new mask is not in these numbers ({row['case']}, {machine(run)}): it takes "
+                    f"{ours * 1e3:.1f} us from column vectors, {made * 1e3:.1f} us with the vectors made from lengths on the "
+                    f"device, and {plan * 1e3:.0f} us for the plan of cuDNN's FlexAttention from existing intervals.\n"
                 )
     return "\n".join(found)
 

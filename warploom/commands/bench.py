@@ -265,7 +265,7 @@ def _report(options: argparse.Namespace) -> int:
 
     files = options.files or [path for path in sorted(Path("benchmarks/results").glob("*.json")) if is_run(path)]
     if not files:
-        raise ValueError("report found no files in benchmarks/results")
+        raise ValueError("report found no files in benchmarks/results: run it in a checkout, or name the files")
     for path in options.files:
         try:
             json.loads(path.read_text(encoding="utf-8"))

@@ -225,7 +225,12 @@ class PagedKVCache(PagedCache):
         _append(self, self.k_pages, self.v_pages, self.block_table, slot_mapping, k, v)
 
     def accept(self, path: Tensor, drafted: int) -> None:
-        """As `KVCache.accept`, within the pages of block_table; a page that sequences share must hold no draft."""
+        """As `KVCache.accept`, within the pages of block_table; a page that sequences share must hold no draft.
+
+        Args:
+            path: integers (batch, n), -1 behind a sequence's last accepted token.
+            drafted: tokens of the draft, the last ones of every sequence.
+        """
         accept(_tensors(self, self.k_pages, self.v_pages), self.lengths, self.block_table, path, drafted)
 
     def shared_prefix(self) -> SharedPrefix:

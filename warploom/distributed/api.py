@@ -128,9 +128,16 @@ def explain(
     backend: str | None = None,
     batch_invariant: bool | None = None,
 ) -> Choice:
-    """The method that a call would take on this rank and why, without running it; print the result. No collective.
+    """The method that a call would take on this rank and why, without running it. No collective.
 
-    Takes the arguments of `attention`.
+    Args:
+        q, k, v: this rank's parts, as for `attention`; so are all keywords. Contents do not matter.
+
+    Returns:
+        A `Choice`: print it for the method, its reason and the kernel that runs.
+
+    Raises:
+        TypeError, ValueError: as `attention` on one rank.
     """
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be what shard_plan() returns, got {arguments.describe(plan)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ def own(parent: Any) -> Any:
     name = parent.group_name
     kept = _own.get(name)
     if kept is None or kept[0] is not parent:
+        needs_numpy()
         if _world is not dist.group.WORLD:
             _made.clear()
             _world = dist.group.WORLD
@@ -85,6 +87,12 @@ def own(parent: Any) -> Any:
             found = _made[key]
         kept = _own[name] = parent, found
     return kept[1]
+
+
+def needs_numpy() -> None:
+    """ImportError where NumPy is not installed: torch's collectives of Python objects convert tensors by it."""
+    if find_spec("numpy") is None:
+        raise ImportError("comparing ranks needs NumPy, by which torch.distributed sends Python objects: pip install numpy")
 
 
 def _name(ranks: list[int], number: int) -> str | None:

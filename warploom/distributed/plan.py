@@ -165,6 +165,7 @@ def shard_plan(
 
     Raises:
         TypeError, ValueError: on every rank, where one of them has an argument that is wrong or unlike the others'.
+        ImportError: several ranks, and NumPy is not installed, by which torch.distributed sends what they compare.
         RuntimeError: without torch.distributed, or for what another rank could not do.
     """
     parent = groups.of(group_or_mesh)

@@ -68,7 +68,13 @@ ORDERS = {
 
 @dataclass(frozen=True)
 class Pattern:
-    """An instruction and the order in which its lanes walk over a tile, or over a `view` (rows, cols) of its memory."""
+    """An instruction and the order in which its lanes walk over a tile, or over a `view` (rows, cols) of its memory.
+
+    Attributes:
+        access: the instruction.
+        order: "rows", "columns", "fragment" or "matrices".
+        view: another shape of the same memory, (rows, cols) in elements; None: the tile's.
+    """
 
     access: Access
     order: str
@@ -82,7 +88,11 @@ class Pattern:
 
 @cache
 def parse_pattern(text: str) -> Pattern:
-    """Read `NAME[@ORDER][@ROWSxCOLS]`, as in ldmatrix.x4, lds.32@columns, sts.32@fragment or ldmatrix.x4@256x16."""
+    """Read `NAME[@ORDER][@ROWSxCOLS]`, as in ldmatrix.x4, lds.32@columns, sts.32@fragment or ldmatrix.x4@256x16.
+
+    Raises:
+        ValueError: a name or order that is unknown, or an order that the instruction does not have.
+    """
     name, *rest = text.strip().split("@")
     which = access(name)
     order, view = "matrices" if which.matrix else "rows", None

@@ -64,7 +64,11 @@ def join(swizzles: Iterable[Swizzle]) -> str:
 class Tile:
     """A row-major tile in shared memory, its first byte at an address that is a multiple of 1024.
 
-    `pad` elements follow each row; `swizzles` permute element offsets, from the first to the last.
+    Attributes:
+        rows, cols: in elements.
+        dtype: of an element: f64, f32, tf32, f16, bf16, f8, e4m3 and the like.
+        pad: elements after each row.
+        swizzles: they permute offsets of elements, the first one first.
     """
 
     rows: int

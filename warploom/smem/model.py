@@ -36,7 +36,13 @@ RULES = Rules()
 
 @dataclass(frozen=True)
 class Phase:
-    """Lanes served together, and the distinct 4-byte words that they touch in each bank."""
+    """Lanes served together, and the distinct 4-byte words that they touch in each bank.
+
+    Attributes:
+        lanes: those that are on, by number.
+        banks: the words by bank; a word's number is its byte address / 4.
+        empty: wavefronts of a phase without an active lane.
+    """
 
     lanes: tuple[int, ...]
     banks: dict[int, tuple[int, ...]]
@@ -53,7 +59,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one instruction costs. `phases` without active lanes are left out."""
+    """What one instruction costs.
+
+    Attributes:
+        access: the instruction.
+        phases: in order; those without active lanes are left out.
+    """
 
     access: Access
     phases: tuple[Phase, ...]
@@ -73,6 +84,7 @@ class Prediction:
         return self.wavefronts - self.ideal
 
     def to_dict(self) -> dict[str, Any]:
+        """What `warploom banks --addresses --json` prints: sums, and each phase."""
         return {
             "phases": len(self.phases),
             "wavefronts": self.wavefronts,
@@ -85,8 +97,17 @@ class Prediction:
 def predict(access: Access, addresses: Sequence[int | None], rules: Rules = RULES) -> Prediction:
     """The phases and wavefronts of one instruction.
 
-    `addresses` holds a byte address for each lane, None for a lane that is switched off: 32 of them, or as many as the
-    instruction reads (8 for ldmatrix.x1, 16 for x2; further ones are not read). Addresses are aligned to the width.
+    Args:
+        access: the instruction.
+        addresses: a byte address for each lane, None for a lane that is switched off: 32 of them, or as many as the
+            instruction reads (8 for ldmatrix.x1, 16 for x2; further ones are not read). Each is a multiple of the width.
+        rules: the hardware's, where others are compared with counters.
+
+    Returns:
+        A `Prediction`, with wavefronts, their ideal number and the excess.
+
+    Raises:
+        ValueError: a wrong number of addresses, one that is negative or not aligned, or a lane off that must be on.
     """
     if len(addresses) not in (WARP, access.lanes):
         takes = f"{access.lanes} or {WARP}" if access.lanes < WARP else str(WARP)

@@ -92,7 +92,15 @@ def compact(shape: Tree, start: int = 1) -> Tree:
 def parse_layout(text: str) -> Layout:
     """Read a layout as CuTe writes and prints it; an error says in one sentence what is missing, and where.
 
-    Swizzles are `Swizzle<B,M,S>`, `Sw<B,M,S>` or `S<B,M,S>`, sizes `8` or `_8`; strides may be left out.
+    Args:
+        text: such as "Swizzle<3,3,3> o (64,64):(64,1)". Swizzles are `Swizzle<B,M,S>`, `Sw<B,M,S>` or `S<B,M,S>`, sizes `8`
+            or `_8`; strides may be left out.
+
+    Returns:
+        The layout, a function of coordinates.
+
+    Raises:
+        ValueError: what is wrong, with ▸ at its place.
     """
     if len(text) > LONGEST:
         raise ValueError(f"layout takes up to {LONGEST} characters, got {len(text)}")

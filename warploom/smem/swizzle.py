@@ -31,9 +31,22 @@ class Padded:
 class Design:
     """What a search over every swizzle, padding and pair of swizzles found for a tile.
 
-    Swizzles are in elements. `excess` counts all accesses once over the whole tile. `by_bits[b]` is the least excess that any
-    swizzle of b bits reaches (0 bits: none): the proof that `swizzle` has no more bits than needed. `work` is how many phases
-    the search counted, under one layout each.
+    Attributes:
+        tile: the tile as given, without padding and swizzles.
+        patterns: the accesses.
+        before: excess wavefronts without a change; each access covers the whole tile once, here and below.
+        swizzle: the best single swizzle, in elements; None where none is better than no swizzle.
+        excess: wavefronts that it leaves.
+        by_bits: the least excess that any swizzle of b bits reaches (0 bits: none), by b: the proof that `swizzle` has no more
+            bits than needed.
+        searched: how many single swizzles were tried.
+        pad: the best padding, in elements a row; 0 where none helps.
+        pad_excess: wavefronts that it leaves.
+        stack: two swizzles, the first applied first, where they leave less than all of the above; else None.
+        stack_excess: wavefronts that they leave, or None.
+        pairs: how many pairs of swizzles were tried.
+        padded: the best padding together with a swizzle.
+        work: how many phases the search counted, under one layout each.
     """
 
     tile: Tile
@@ -67,6 +80,8 @@ class Design:
         return min(choices, key=lambda choice: choice[:2])[2]
 
     def to_dict(self) -> dict[str, Any]:
+        """What `warploom banks --design --json` prints; a swizzle is [B, M, S], in elements."""
+
         def numbers(swizzle: Swizzle) -> list[int]:
             return [swizzle.b, swizzle.m, swizzle.s]
 
@@ -94,12 +109,21 @@ class Design:
 def design(tile: Tile, patterns: Iterable[Pattern | str]) -> Design:
     """Search the layouts of a tile for the fewest bank conflicts over all of its accesses together.
 
-    `tile` is without padding and swizzles; `patterns` are the accesses that write and read it, at least one. Swizzles are
-    all Swizzle<B, M, S> with S ≥ B (as CuTe demands) that change bank bits only, keep each lane's bytes together and stay
-    within the tile; ties go to fewer bits, then to the smaller shift. Pads are all up to one line of banks, after which
-    they repeat. Pairs of swizzles are searched where one swizzle leaves conflicts; where no padding and no pair removes them
-    either, every swizzle of every tile padded to whole words. Pairs worse than padding, and padded swizzles no better than
-    all else, are not reported.
+    Tried are all Swizzle<B, M, S> with S ≥ B (as CuTe demands) that change bank bits only, keep each lane's bytes together and
+    stay within the tile; ties go to fewer bits, then to the smaller shift. Paddings are all up to one line of banks, after
+    which banks repeat. Pairs of swizzles are tried where one swizzle leaves conflicts; where no padding and no pair removes
+    them either, every swizzle of every tile padded to whole words. Pairs worse than padding, and padded swizzles no better
+    than all else, are not reported.
+
+    Args:
+        tile: without padding and swizzles.
+        patterns: the accesses that write and read it, at least one; names as `parse_pattern` takes them.
+
+    Returns:
+        A `Design`; its `best` is the tile with the layout to use.
+
+    Raises:
+        ValueError: a tile that has padding or swizzles, no access, or one that does not fit the tile.
     """
     if tile.pad or tile.swizzles:
         raise ValueError(f"design takes a tile without padding and swizzles, got {tile}")

@@ -21,7 +21,13 @@ NOWHERE = -1  # the row, byte and address of such a lane in a tensor
 
 @dataclass(frozen=True)
 class TileCount:
-    """The instructions that cover a tile once, and their sums."""
+    """The instructions that cover a tile once, and their sums.
+
+    Attributes:
+        pattern: the access and the order of its lanes.
+        tile: what it covers.
+        instructions: what each costs, in order.
+    """
 
     pattern: Pattern
     tile: AnyTile
@@ -44,6 +50,7 @@ class TileCount:
         return self.wavefronts - self.ideal
 
     def to_dict(self) -> dict[str, Any]:
+        """What `warploom banks --access --json` prints of it: sums, and each instruction."""
         return {
             "access": str(self.pattern),
             "phases": self.phases,
@@ -168,7 +175,15 @@ def lane_addresses(pattern: Pattern, tile: AnyTile) -> Iterator[list[int | None]
 def count(pattern: Pattern | str, tile: AnyTile) -> TileCount:
     """What reading or writing the whole tile once costs.
 
-    `pattern` is an instruction with the order of its lanes, or its name as `parse_pattern` takes it.
+    Args:
+        pattern: an instruction with the order of its lanes, or its name as `parse_pattern` takes it.
+        tile: a `Tile` or `LaidTile`.
+
+    Returns:
+        A `TileCount`, with wavefronts, their ideal number and the excess.
+
+    Raises:
+        ValueError: a name that is unknown, or an access that does not fit the tile.
     """
     if isinstance(pattern, str):
         pattern = parse_pattern(pattern)

@@ -25,12 +25,12 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "action", nargs="?", choices=["run", "report", *SUITES], default="run", help="a suite's name runs that; default: run"
+        "action", nargs="?", choices=["run", "report", *SUITES], default="run", help="report, or a suite to run; default: run"
     )
-    parser.add_argument("files", nargs="*", type=Path, help="of report; default: benchmarks/results/*.json, for README.md too")
+    parser.add_argument("files", nargs="*", type=Path, help="for report; default: benchmarks/results/*.json, and README.md")
     parser.add_argument("--suite", action="append", choices=SUITES, help="may be repeated; default: forward")
     parser.add_argument(
-        "--only", action="extend", nargs="+", metavar="TEXT", help="cases whose name contains it, or one of several"
+        "--only", action="extend", nargs="+", metavar="TEXT", help="cases whose names contain it, or one of several texts"
     )
     parser.add_argument(
         "--peers",
@@ -39,20 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         nargs="+",
         metavar="PEER",
-        help="besides ours; default: every peer that is here",
+        help="peers to time besides ours; default: all that are installed",
     )
     for name, what in (("masks", "of these names"), ("shapes", "with this in their names"), ("passes", "of these names")):
         parser.add_argument(
-            f"--{name}", action="extend", nargs="+", metavar="NAME", help=f"of the masks suite: {name} {what}; see --list"
+            f"--{name}", action="extend", nargs="+", metavar="NAME", help=f"for the masks suite: {name} {what}; see --list"
         )
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
     parser.add_argument("--repeats", type=whole(1, 10**6), default=MOST, metavar="N", help=f"rounds at most; default: {MOST}")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no case that would end later")
-    parser.add_argument("--warm", type=whole(1, 1024), metavar="JOBS", help="compile all cases in so many processes, time none")
+    parser.add_argument("--warm", type=whole(1, 1024), metavar="JOBS", help="compile all cases in JOBS processes, time none")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here, case by case")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="of report: where performance.md goes; default: docs")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="for report: where performance.md goes; default: docs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 

@@ -10,7 +10,7 @@ from warploom.runtime.limits import LONGEST
 EXAMPLES = """examples:
   warploom explain --seqlen 4096 --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --causal
   warploom explain --seqlen 4096 --heads 16 --mask 'Document([1000, 3096])' --backward
-  warploom explain --device h100 --seqlen 8192 --heads 16 --head-dim 128 --causal    a GPU that is not here
+  warploom explain --device h100 --seqlen 8192 --heads 16 --head-dim 128 --causal    a GPU that this machine lacks
   warploom explain --seqlen 1 --seqlen-k 8192 --heads 32 --window 1023 --json
 """
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument(
         "--device",
         metavar="NAME",
-        help="cpu, cuda, or a GPU that is not here, as h100, a100, l40s or sm_90; default: cuda where there is one",
+        help="cpu, cuda, or a GPU that this machine lacks, as h100, a100, l40s or sm_90; default: cuda where there is one",
     )
     features = parser.add_argument_group("what the call asks for")
     features.add_argument("--causal", action="store_true", help="bottom-right aligned")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="L[,R]",
         help="keys before and after the position; 'none' is unlimited, a negative one needs =, as in --window=-1,8",
     )
-    features.add_argument("--mask", metavar="EXPRESSION", help=f"one of {', '.join(MASKS)}, or several with &")
+    features.add_argument("--mask", metavar="EXPRESSION", help=f"one of {', '.join(MASKS)}, or several joined by & and |")
     features.add_argument("--softcap", type=float, default=0.0, metavar="C")
     features.add_argument("--sink", action="store_true", help="a sink logit for each head")
     features.add_argument("--bias", choices=("alibi", "relative", "key", "tensor"), help="an additive bias of this kind")
