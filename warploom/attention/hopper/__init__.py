@@ -250,12 +250,13 @@ class Hopper(Beside):
     def warm(self, args: AttentionArgs) -> None:
         """Load or build the call's modules and run them once on a token, so that a capturing stream finds them ready.
 
-        The backward's too, where a tensor of the call requires a gradient.
+        The backward's too, where a tensor of the call, its bias among them, requires a gradient.
         """
         from warploom.attention.hopper import run, run_backward
 
         run.warm(args)
-        if any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink)) and _takes_backward(args, False):
+        asked = args.bias_grad or any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink))
+        if asked and _takes_backward(args, False):
             run_backward.warm(args)
 
     def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
