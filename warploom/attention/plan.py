@@ -32,8 +32,10 @@ def plan_of(
     if tile is not None and whole and problem.seqlen_q and problem.seqlen_k:
         device = args.q.device if mask is None else torch.device("cpu")
         classes = TileClasses.of(mask or args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once, device)
-        counts = classes.in_tiles(tile[1])
-        skipped = counts["hidden"] / sum(counts.values())
+        found_tiles = classes.in_tiles(tile[1])
+        total = sum(found_tiles.values())
+        if total:  # none under a mask of no batch entries
+            counts, skipped = found_tiles, found_tiles["hidden"] / total
     backward = tuple(found.backward_tiles(args).items()) if problem.backward else ()
     measuring = measured_by(args, problem, chosen, names)
     return Plan(
