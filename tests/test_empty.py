@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import warploom
-from warploom import KVCache, LinearState, PagedKVCache
-from warploom import masks
+from warploom import KVCache, LinearState, PagedKVCache, masks
 from warploom.masks import Padding, PrefixLM
 
 BACKENDS = [None, "cpu", "reference"]

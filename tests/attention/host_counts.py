@@ -386,8 +386,39 @@ def check_tables() -> None:
         assert launched_kinds(recorder) == ["attn_fwd", "attn_bwd"], recorder.launches
 
 
+def check_handed_on() -> None:
+    """What numbers of a call decide, explain() says too, and prepare() makes ready who runs it."""
+    recorder = Recorder()
+    with hopper(recorder) as fresh:
+        fresh()
+        q, k, v = (torch.randn(1, SEQLEN, heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
+        starts = torch.tensor([0, 100, SEQLEN], dtype=torch.int32)
+        packed = (starts, starts, SEQLEN, SEQLEN)
+        calls: list[tuple[bool, dict[str, Any], str]] = [
+            (False, {"scale": -0.5}, "positive scale"),
+            (False, {"scale": 0.0, "causal": True}, "positive scale"),
+            (True, {"dropout_p": 0.1, "window": (20, 0)}, "no dropout under a window"),
+        ]
+        for is_packed, options, words in calls:
+            for backend in (None, "hopper"):
+                given = (q[0], k[0], v[0], *packed) if is_packed else (q, k, v)
+                attend = warploom.attention_varlen if is_packed else warploom.attention
+                out = attend(*given, backend=backend, **options)
+                recorder.clear()
+                torch.autograd.grad(attend(*given, backend=backend, **options), (q, k, v), torch.ones_like(out))
+                assert not any("sm90" in each["kernel"] for each in recorder.launches), recorder.launches
+                plan = warploom.explain(*given, backend=backend, **options)
+                assert plan.implementation == "triton" and plan.reason == "handed on by hopper", plan
+                assert plan.refused[-1][0] == "hopper" and words in plan.refused[-1][1], plan
+                recorder.clear()
+                warploom.prepare(*given, backend=backend, **options)
+                assert not any("sm90" in each["kernel"] for each in recorder.launches), recorder.launches
+        assert warploom.explain(q, k, v, scale=0.1).implementation == "hopper"
+
+
 if __name__ == "__main__":
     check_tables()
+    check_handed_on()
     check_fp8()
     check_packed("hopper", ["packed_bounds_kernel"], ["attn_fwd"])
     check_packed("triton", [], ["forward_kernel"])

@@ -259,16 +259,23 @@ class Hopper(Beside):
         if asked and _takes_backward(args, False):
             run_backward.warm(args)
 
-    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
-        if args.scale <= 0.0 or _reaches_too_far(args):
-            # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
-            return _next(args, False).forward(args)
-        from warploom.attention.hopper.run import forward as run
+    def hands_on(self, args: AttentionArgs) -> str | None:
+        if args.scale <= 0.0:  # the running maximum is of raw scores, which order the scaled ones only for a positive scale
+            return f"takes a positive scale, not {args.scale}"
+        if _reaches_too_far(args):
+            return f"takes at most {MOST_KEYS} keys"
         from warploom.attention.hopper.run import parts_counters
 
         if parts_counters(args):
+            return "takes no dropout under a window that may begin, for all queries, between keys that share a counter"
+        return None
+
+    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+        if self.hands_on(args) is not None:
             return _next(args, False).forward(args)
+        from warploom.attention.hopper.run import forward as run
+
         return run(args)
 
     def max_logits_refusal(self, args: AttentionArgs) -> str | None:
