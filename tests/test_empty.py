@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import warploom
-from warploom import KVCache, LinearState, PagedKVCache
+from warploom import KVCache, LinearState, PagedKVCache, masks
 from warploom.masks import Padding, PrefixLM
 
 BACKENDS = [None, "cpu", "reference"]
@@ -47,6 +47,37 @@ def test_attention(backend: str | None, option: str) -> None:
         gradients = torch.autograd.grad(out.sum() + lse.masked_fill(lse == -INF, 0.0).sum(), inputs)
         assert all(torch.isfinite(g).all() for g in gradients)
         assert warploom.explain(q, k, v, backend=backend, **options).implementation
+
+
+NONE = ints().reshape(0, 2)
+NO_ENTRIES = {
+    "columns": masks.ColumnMask(ints().reshape(0, 1, 5)),
+    "padding": Padding(ints()),
+    "padding tokens": Padding(torch.ones(0, 5, dtype=torch.bool)),
+    "documents": masks.Document(NONE),
+    "documents from cu_seqlens": masks.Document.from_cu_seqlens(NONE),
+    "documents from segment ids": masks.Document.from_segment_ids(ints().reshape(0, 5)),
+    "documents from position ids": masks.Document.from_position_ids(ints().reshape(0, 5)),
+    "prefix documents": masks.PrefixDocument(NONE, NONE),
+    "prefix documents of one's prefixes": masks.PrefixDocument(NONE, ints(1, 1)),
+    "prefix": PrefixLM(ints()),
+    "shared question": masks.SharedQuestion(ints(), NONE),
+    "a question for all": masks.SharedQuestion(ints(1), NONE),
+    "global and window": masks.GlobalWindow(ints(), 2),
+    "blockwise": masks.CausalBlockwise(NONE),
+    "tree": masks.Tree(ints().reshape(0, 5)),
+    "spans": masks.BidirectionalSpans(NONE, NONE),
+    "spans of one's lengths": masks.BidirectionalSpans(NONE, ints(1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", NO_ENTRIES)
+def test_masks_of_no_batch_entry(name: str) -> None:
+    mask, q = NO_ENTRIES[name], normal(0, 5, 2, 16)
+    for given in (mask, mask & masks.Causal()):
+        assert warploom.attention(q, q, q, mask=given).shape == q.shape
+        assert warploom.explain(q, q, q, mask=given).tiles is None
+        assert given.dense(5, 5).shape == (0, 1, 5, 5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

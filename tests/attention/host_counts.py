@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from warploom import masks
 from warploom.attention import api
 from warploom.attention import caches as caches_of
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK, prepared_bounds
+from warploom.bias import Relative
 from warploom.fp8 import quantize
 from warploom.runtime.likeness import like
 
@@ -31,6 +33,10 @@ def launched(recorder: Recorder, call: Callable[[], Any]) -> list[str]:
     """Names of kernels, of modules what they begin with."""
     recorder.clear()
     call()
+    return launched_kinds(recorder)
+
+
+def launched_kinds(recorder: Recorder) -> list[str]:
     return [each["kernel"].partition("_sm90")[0] for each in recorder.launches]
 
 
@@ -348,7 +354,71 @@ def check_invariant(backend: str) -> None:
         assert all(packed["constants"][name] == asked[0]["constants"][name] for name in kept), (packed, asked)
 
 
+def check_tables() -> None:
+    """Both passes of a table run here, frozen or not, in the same modules; its gradient is the one thing more to allocate."""
+    recorder, distances = Recorder(), 101
+    with hopper(recorder) as fresh:
+        fresh()
+        q, k, v = (torch.randn(1, SEQLEN, heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
+        table = torch.randn(4, distances, requires_grad=True)
+        for leaves, options, packed in product(((q, k, v), (q, k, v, table)), ({}, {"causal": True}), (False, True)):
+            bias = Relative(table if len(leaves) == 4 else table.detach())
+            recorder.clear()
+            starts = torch.tensor([0, 100, SEQLEN], dtype=torch.int32)
+            if packed:
+                out = warploom.attention_varlen(q[0], k[0], v[0], starts, max_seqlen_q=200, bias=bias, **options)
+            else:
+                out = warploom.attention(q, k, v, bias=bias, **options)
+                plan = warploom.explain(q, k, v, bias=bias, **options)
+            assert len(torch.autograd.grad(out, leaves, torch.ones_like(out))) == len(leaves)
+            forward, backward = recorder.launches[-2:]  # before them a token may warm a module
+            assert forward["kernel"].startswith("attn_fwd_sm90") and "distance_grad" in backward["kernel"], recorder.launches
+            added = backward["values"][-9]
+            assert added[0] == added[3] == f"float32 [4, {distances}] by [{distances}, 1] at {table.data_ptr() % 16}", added
+            if not packed:
+                assert f"backward {backward['kernel']}" in str(plan) and "triton" not in str(plan).partition("refused")[0]
+        with torch.no_grad():
+            recorder.clear()
+            warploom.prepare(q.detach(), k.detach(), v.detach(), bias=Relative(table))
+            assert launched_kinds(recorder) == ["attn_fwd"], recorder.launches  # nothing asks for a gradient
+        recorder.clear()
+        warploom.prepare(q.detach(), k.detach(), v.detach(), bias=Relative(table))
+        assert launched_kinds(recorder) == ["attn_fwd", "attn_bwd"], recorder.launches
+
+
+def check_handed_on() -> None:
+    """What numbers of a call decide, explain() says too, and prepare() makes ready who runs it."""
+    recorder = Recorder()
+    with hopper(recorder) as fresh:
+        fresh()
+        q, k, v = (torch.randn(1, SEQLEN, heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
+        starts = torch.tensor([0, 100, SEQLEN], dtype=torch.int32)
+        packed = (starts, starts, SEQLEN, SEQLEN)
+        calls: list[tuple[bool, dict[str, Any], str]] = [
+            (False, {"scale": -0.5}, "positive scale"),
+            (False, {"scale": 0.0, "causal": True}, "positive scale"),
+            (True, {"dropout_p": 0.1, "window": (20, 0)}, "no dropout under a window"),
+        ]
+        for is_packed, options, words in calls:
+            for backend in (None, "hopper"):
+                given = (q[0], k[0], v[0], *packed) if is_packed else (q, k, v)
+                attend = warploom.attention_varlen if is_packed else warploom.attention
+                out = attend(*given, backend=backend, **options)
+                recorder.clear()
+                torch.autograd.grad(attend(*given, backend=backend, **options), (q, k, v), torch.ones_like(out))
+                assert not any("sm90" in each["kernel"] for each in recorder.launches), recorder.launches
+                plan = warploom.explain(*given, backend=backend, **options)
+                assert plan.implementation == "triton" and plan.reason == "handed on by hopper", plan
+                assert plan.refused[-1][0] == "hopper" and words in plan.refused[-1][1], plan
+                recorder.clear()
+                warploom.prepare(*given, backend=backend, **options)
+                assert not any("sm90" in each["kernel"] for each in recorder.launches), recorder.launches
+        assert warploom.explain(q, k, v, scale=0.1).implementation == "hopper"
+
+
 if __name__ == "__main__":
+    check_tables()
+    check_handed_on()
     check_fp8()
     check_packed("hopper", ["packed_bounds_kernel"], ["attn_fwd"])
     check_packed("triton", [], ["forward_kernel"])

@@ -160,7 +160,7 @@ def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
     for line, count in zip(names[-2:], ("56 cases of the masks", "51 cases of the decode"), strict=True):
         assert line.startswith("about ") and count in line
     assert main(["bench", "--list", "--json"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 18 + 10 + 3
+    assert len(json.loads(capsys.readouterr().out)) == 18 + 16 + 5
 
 
 def test_cases_by_several_parts_of_names(capsys: pytest.CaptureFixture) -> None:
@@ -330,9 +330,12 @@ def test_report_of_the_hopper_kernels(tmp_path: Path) -> None:
         dense("forward", "D64 S1024 causal", 2.0, 1.44),
         dense("forward", "D128 S8192 heads 32/8 full", 0.9, 2.0),
         dense("forward", "D96 S4096 causal", 0.5, 1.1),
+        dense("forward", "D80 S4096 full", 1.2, 1.3),
+        dense("forward", "D64 S197 causal", 1.1, 0.97),
         dense("forward", "D128, 64 documents of 100 to 4000 full", 0.5, 1.05),
         dense("backward", "D128 S16384 full", 1.0, 1.5),
         dense("backward", "D256 S4096 full", 1.3, 1.44),
+        dense("backward", "D256 S16384 window 1024", 0.5, 1.02),
         dense("backward", "D128 S8192 heads 32/8 full", 1.0, 1.0, 570.0),
         dense("backward", "D128 S8192 full", 0.4, 0.4, 600.0),
         dense("backward", "D128 S8192 heads 32/8 causal", 1.0, 1.0, 588.0),
@@ -356,6 +359,7 @@ def test_report_of_the_hopper_kernels(tmp_path: Path) -> None:
         "| the same, the worst case | 0.98 | 1.00 | met |",
         "| the same, the worst of grouped heads and D192/128 | 0.98 | 0.90 | missed |",
         "| FA4 over ours, the worst of D96, D192, window, documents | 1.00 | 1.05 | met |",
+        "| the better of cuDNN and FA4 over ours, the worst of D80, 128 and 197 tokens | 1.00 | 0.97 | missed |",
         "| D128 S16384 full over the product's rate | 0.80 | 0.90 | met |",
         "| the better of cuDNN and FA4 over ours, mean of D64, D128, D256 | 1.08 | 1.14 | met |",
         "| the better of cuDNN and FA4 over ours, the worst of D256 | 1.25 | 1.30 | met |",

@@ -230,7 +230,7 @@ def _cuda() -> dict[str, Any]:
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "is_current_stream_capturing": lambda: False,
-        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0),
+        "current_stream": lambda device=None: SimpleNamespace(cuda_stream=0, synchronize=lambda: None),
     }
 
 

@@ -24,7 +24,11 @@ def plan_of(
     ``mask``: the call's, with vectors on the CPU, where those of ``args`` hold no values. ``names``: of the stats it asks for.
     """
     chosen, reason, refused = choice(problem, backend, "attention")
-    found = dispatch.find(chosen)
+    runs, found = chosen, dispatch.find(chosen)
+    handed = found.hands_on(args) if args.q.numel() and args.k.numel() else None
+    if handed is not None:
+        found, refused = dispatch.delegate(chosen, problem), (*refused, (chosen, handed))
+        runs, reason = found.name, "; ".join(filter(None, (f"handed on by {chosen}", found.describe(problem))))
     tile, at_once = found.tiles(args) or (None, 0)
     loaded = None if tile is None else found.loaded_tile(args)
     counts, skipped = (None, None)
@@ -32,13 +36,15 @@ def plan_of(
     if tile is not None and whole and problem.seqlen_q and problem.seqlen_k:
         device = args.q.device if mask is None else torch.device("cpu")
         classes = TileClasses.of(mask or args.mask, problem.seqlen_q, problem.seqlen_k, tile[0], at_once, device)
-        counts = classes.in_tiles(tile[1])
-        skipped = counts["hidden"] / sum(counts.values())
+        found_tiles = classes.in_tiles(tile[1])
+        total = sum(found_tiles.values())
+        if total:  # none under a mask of no batch entries
+            counts, skipped = found_tiles, found_tiles["hidden"] / total
     backward = tuple(found.backward_tiles(args).items()) if problem.backward else ()
     measuring = measured_by(args, problem, chosen, names)
     return Plan(
         call=problem.describe(),
-        implementation=chosen,
+        implementation=runs,
         reason=reason,
         tile=tile,
         backward_tiles=backward,

@@ -77,6 +77,8 @@ def _attend(args: AttentionArgs, batches: Tensor) -> tuple[Tensor, Tensor]:
     if args.dropout_p:
         weights = weights * _keep(args, q, k, batches) * philox.keep_scale(args.dropout_p)
     out = _weighted_sum(weights, v, seen, exact)
+    # Of a query that sees nothing this is 0 already; its gradient, NaN included, goes no further so.
+    out = out.masked_fill(~seen.any(-1)[..., None], 0.0)
     return out.transpose(1, 2).to(args.q.dtype), lse
 
 

@@ -78,11 +78,13 @@ def _hopper(least: float, others: tuple[str, ...], peers: tuple[str, ...]) -> Ca
             for case, ratio in better(rows, peers).items()
             if case.startswith(others) or " window" in case or "documents" in case
         ]
+        level = [ratio for case, ratio in best.items() if re.match(r"D80 |D64 S(128|197) ", case)]
         return [
             ("the better of cuDNN and FA4 over ours, mean of D64, D128, D256", least, mean(square) if square else None),
             ("the same, the worst case", 0.98, min(square, default=None)),
             ("the same, the worst of grouped heads and D192/128", 0.98, min(further, default=None)),
             (f"{held_to} over ours, the worst of D96, D192, window, documents", 1.0, min(rest, default=None)),
+            ("the better of cuDNN and FA4 over ours, the worst of D80, 128 and 197 tokens", 1.0, min(level, default=None)),
         ]
 
     return bars
@@ -100,7 +102,8 @@ def _hopper_forward(rows: Sequence[Row]) -> list[Bar]:
 
 
 def _hopper_backward(rows: Sequence[Row]) -> list[Bar]:
-    wide = [ratio for case, ratio in better(rows, ("cuDNN", "FA4")).items() if case.startswith("D256 ")]
+    best = better(rows, ("cuDNN", "FA4"))
+    wide = [ratio for case, ratio in best.items() if case.startswith("D256 ") and " window" not in case]
     rates = _rates(rows)
     rate = rates.get("D128 S16384 full")
     grouped = [

@@ -35,9 +35,13 @@ OTHER_SHAPES = (
     Shape(2, 8192, 16, 192, head_dim_v=128),
     Shape(4, 4096, 16, 96),
     Shape(1, 16384, 8, 192),
+    Shape(4, 4096, 16, 80),
+    # Short sequences of encoders, of text and of pictures.
+    Shape(64, 128, 12, 64),
+    Shape(64, 197, 12, 64),
 )
-# A sliding window, and documents of random lengths packed without padding.
-WINDOW, WINDOW_SHAPE = 1024, Shape(1, 32768, 16, 128)
+# Sliding windows, and documents of random lengths packed without padding.
+WINDOWS = ((Shape(1, 32768, 16, 128), 1024), (Shape(1, 32768, 16, 128), 4096), (Shape(1, 16384, 8, 256), 1024))
 DOCUMENTS, DOCUMENT_LENGTHS, DOCUMENT_SHAPE = 64, (100, 4000), Shape(1, 0, 16, 128)
 
 
@@ -77,9 +81,9 @@ def dense_cases(passes: list[str], quick: bool) -> list[Case]:
             build = partial(_build_dense, shape, causal, passes)
             name = f"{shape.name} {'causal' if causal else 'full'}"
             found.append(Case("dense", name, {**shape.__dict__, "causal": causal}, build))
-    shape, window = (Shape(1, 128, 2, 16), 50) if quick else (WINDOW_SHAPE, WINDOW)
-    build = partial(_build_window, shape, window, passes)
-    found.append(Case("dense", f"{shape.name} window {window}", {**shape.__dict__, "window": window}, build))
+    for shape, window in ((Shape(1, 128, 2, 16), 50),) if quick else WINDOWS:
+        build = partial(_build_window, shape, window, passes)
+        found.append(Case("dense", f"{shape.name} window {window}", {**shape.__dict__, "window": window}, build))
     shape, documents, between = (Shape(1, 0, 2, 16), 3, (10, 60)) if quick else (DOCUMENT_SHAPE, DOCUMENTS, DOCUMENT_LENGTHS)
     for causal in (False, True):
         build = partial(_build_documents, shape, documents, between, causal, passes)

@@ -64,6 +64,10 @@ class Backend(Protocol):
         """Whether a row's bits in a batch-invariant problem depend neither on the others nor on which of them the call has."""
         return False
 
+    def hands_on(self, args: Any) -> str | None:
+        """Why the next implementation runs a call that it supports, for what no problem says; words follow the name."""
+        return None
+
     def prepare(self, args: Any) -> Any:
         """The arguments that the op is given: with what is computed once for many calls."""
         return args

@@ -184,7 +184,8 @@ def test_pages_that_no_gpu_saw_are_left_to_others_unless_asked_for(monkeypatch: 
         (Features(torch.bfloat16, 96, 96, bias="alibi", softcap=True), None),
         (Features(torch.bfloat16, 128, 128, bias="alibi", bias_grad=True), "gradient of slopes"),
         (Features(torch.bfloat16, 128, 128, bias="distance", bias_grad=True), None),
-        (Features(torch.bfloat16, 64, 64, bias="distance"), "that asks for a gradient"),
+        (Features(torch.bfloat16, 64, 64, bias="distance"), None),
+        (Features(torch.bfloat16, 64, 64, bias="distance", deterministic=True), "a frozen one's too"),
         (Features(torch.bfloat16, 64, 64, bias="distance", bias_grad=True, dlse=True), "no gradient through lse"),
         (Features(torch.bfloat16, 64, 64, bias="distance", bias_grad=True, deterministic=True), "in any order"),
         (Features(torch.bfloat16, 104, 104, bias="alibi", softcap=True), "beside a softcap past head_dim 96"),
@@ -197,7 +198,7 @@ def test_backward_of_a_bias(features: Features, words: str | None) -> None:
     assert found is None if words is None else words in (found or "")
 
 
-def test_a_table_that_asks_for_a_gradient_is_taken_unasked() -> None:
+def test_tables_are_taken_unasked() -> None:
     for grad in (False, True):
         call = problem(bias="distance", bias_grad=grad, backward=True)
         assert hopper.BACKEND.declines(call) is None and hopper.BACKEND.supports(call) is None
@@ -266,6 +267,7 @@ def test_tables_of_common_models_are_prepared() -> None:
     for dim, right, length in product((64, 128), (None, 0), (1000, 9000)):
         size = {"head_dim": dim, "head_dim_v": dim, "right": right, "seqlen_q": length, "seqlen_k": length}
         call = problem(**size, bias="distance", bias_grad=True)
+        assert plan.backward_config_for(replace(call, bias_grad=False)) == plan.backward_config_for(call)
         assert config_for(call).name in forward and "_distance" in config_for(call).name
         assert plan.backward_config_for(call).name in backward and "_distance_grad" in plan.backward_config_for(call).name
         assert not plan.backward_config_for(replace(call, heads_q=8)).waves

@@ -82,7 +82,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             keep = keep_mask(dropout_seed, dropout_p, batch, torch.arange(s.shape[1]), rows, cols) * keep_scale(dropout_p)
         ds = p * (keep * (dout @ values.transpose(-1, -2)) - delta[..., None]) * slope * scale
         if variant["bias_grad"]:
-            assert bias is not None and not gradient[0].any()
+            assert bias is not None and gradient[0].shape == table.shape and gradient[0].is_contiguous()
             gradient[0].index_add_(1, at.flatten(), (ds / scale).sum(0).flatten(1).float())
         parts = ds @ keys, ds.transpose(-1, -2) @ q, (keep * p).transpose(-1, -2) @ dout
         dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in parts[1:])
@@ -237,6 +237,33 @@ def test_distances_count_keys_that_are_not_handed_over(window: tuple[int | None,
         wanted = [*leaves, table] if args.bias_grad else leaves
         assert len(found) == 4 + args.bias_grad
         compare((*found[:3], *found[4:]), torch.autograd.grad((out * dout.double()).sum(), wanted))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_table_takes_the_module_of_its_gradient(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which adds to memory that nobody reads and nobody fills; where somebody does it begins at zeros."""
+    names: list[str] = []
+
+    def load(spec: ModuleSpec) -> Callable[..., None]:
+        names.append(spec.name)
+        return kernel(spec)
+
+    def poisoned(t: Tensor, **options: Any) -> Tensor:
+        return torch.full_like(t, NAN, **options)
+
+    monkeypatch.setattr(modules, "load", load)
+    monkeypatch.setattr(torch, "empty_like", poisoned)
+    q, k, v = (torch.randn(1, n, 2, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (40, 100, 100))
+    leaves = [*(t.double().requires_grad_() for t in (q, k, v)), torch.randn(2, 21, requires_grad=True)]
+    bias = Relative(leaves[3].detach() if frozen else leaves[3])
+    out, lse = warploom.attention(*leaves[:3], bias=bias, causal=True, return_lse=True, backend="reference")
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    args = dense_args(q, k, v, causal=True, bias=bias)
+    found = run_backward.backward(args, dout, None, out.detach().bfloat16(), lse.detach().float())
+    wanted = leaves[: 4 - frozen]
+    for a, b in zip((*found[:3], *found[4:]), torch.autograd.grad((out * dout.double()).sum(), wanted), strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=2e-2, atol=2e-2)
+    assert len(names) == 1 and "_distance_grad" in names[0] and names[0] in {c.name for c in backward_set()}
 
 
 @pytest.mark.parametrize("name, narrow", [*((name, False) for name in MASKS), *((name, True) for name in NARROWED)])

@@ -250,24 +250,32 @@ class Hopper(Beside):
     def warm(self, args: AttentionArgs) -> None:
         """Load or build the call's modules and run them once on a token, so that a capturing stream finds them ready.
 
-        The backward's too, where a tensor of the call requires a gradient.
+        The backward's too, where a tensor of the call, its bias among them, requires a gradient.
         """
         from warploom.attention.hopper import run, run_backward
 
         run.warm(args)
-        if any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink)) and _takes_backward(args, False):
+        asked = args.bias_grad or any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink))
+        if asked and _takes_backward(args, False):
             run_backward.warm(args)
 
-    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
-        """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
-        if args.scale <= 0.0 or _reaches_too_far(args):
-            # The running maximum is of raw scores, which order the scaled ones only for a positive scale.
-            return _next(args, False).forward(args)
-        from warploom.attention.hopper.run import forward as run
+    def hands_on(self, args: AttentionArgs) -> str | None:
+        if args.scale <= 0.0:  # the running maximum is of raw scores, which order the scaled ones only for a positive scale
+            return f"takes a positive scale, not {args.scale}"
+        if _reaches_too_far(args):
+            return f"takes at most {MOST_KEYS} keys"
         from warploom.attention.hopper.run import parts_counters
 
         if parts_counters(args):
+            return "takes no dropout under a window that may begin, for all queries, between keys that share a counter"
+        return None
+
+    def forward(self, args: AttentionArgs) -> tuple[Tensor, Tensor]:
+        """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
+        if self.hands_on(args) is not None:
             return _next(args, False).forward(args)
+        from warploom.attention.hopper.run import forward as run
+
         return run(args)
 
     def max_logits_refusal(self, args: AttentionArgs) -> str | None:

@@ -337,9 +337,9 @@ def bias_backward_refusal(features: Features) -> str | None:
     """Why the backward does not take a call's bias, which the forward takes, or None."""
     if features.bias == "distance":
         if features.deterministic:
-            return "adds to the gradient of a table in any order"
-        if not features.bias_grad or features.dlse:  # compiled, not compared with anything on a GPU yet
-            return "takes a table of distances that asks for a gradient, and no gradient through lse"
+            return "adds to the gradient of a table in any order, and to a frozen one's too"
+        if features.dlse:  # compiled, not compared with anything on a GPU yet
+            return "takes no gradient through lse beside a table of distances"
         return None
     if features.bias_grad:
         return "computes no gradient of slopes"
@@ -449,6 +449,8 @@ def takes_dropout(features: Features) -> bool:
 @cache
 def backward_config(features: Features, short: bool, waves: bool = False) -> BackwardConfig:
     """The variant for a call's features; ``short`` as ``is_short`` has it, ``waves``: in waves."""
+    if features.bias == "distance":  # a frozen table's own kernel compiles, but was not compared with anything on a GPU yet
+        features = features._replace(bias_grad=True)
     dims = backward_dims(features)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic

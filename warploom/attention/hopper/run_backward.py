@@ -47,12 +47,14 @@ def backward(
     gradient = _table_gradient(args)
     args = with_bounds(args, packed=True)
     found = bind(args, dlse is not None, gradient)(dout, dlse, out, lse, *args.tensors())
-    return found if gradient is None else (*found, gradient)
+    return (*found, gradient) if gradient is not None and args.bias_grad else found
 
 
 def _table_gradient(args: AttentionArgs) -> Tensor | None:
-    """Zeros that the kernel adds a table's gradient to, where it is asked for."""
-    return torch.zeros_like(args.bias) if args.bias is not None and args.bias_grad else None
+    """What the kernel adds a table's gradient to: zeros, or where nobody asked for it, what nobody reads."""
+    if args.bias is None or args.bias_kind != "distance":
+        return None
+    return torch.zeros_like(args.bias) if args.bias_grad else torch.empty_like(args.bias)
 
 
 def bind(args: AttentionArgs, with_dlse: bool, gradient: Tensor | None = None) -> Backward:

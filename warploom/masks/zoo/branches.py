@@ -11,7 +11,7 @@ from warploom.masks.arguments import check_values, per_batch_rows, per_batch_val
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.launched import may_launch
-from warploom.masks.zoo.positions import check_total, cumulative, locate, rows_of, scalar_or_column
+from warploom.masks.zoo.positions import batch_of, check_total, cumulative, largest, locate, rows_of, scalar_or_column
 
 
 class SharedQuestion(Mask):
@@ -36,13 +36,13 @@ class SharedQuestion(Mask):
         question = scalar_or_column(self.question, device)
         if not isinstance(question, Tensor):
             question = torch.full((1, 1), question, dtype=torch.int32, device=device)
-        batch = max(question.shape[0], answers.shape[0])
+        batch = batch_of(question, answers)
         return torch.cat([question.expand(batch, 1), answers.expand(batch, -1)], dim=1)
 
     def _extent(self) -> int | None:
         if not readable(self.answers) or (isinstance(self.question, Tensor) and not readable(self.question)):
             return None
-        return int(self._parts(self.answers.device).sum(1).max())
+        return largest(self._parts(self.answers.device).sum(1))
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         if self._extent() is not None:
@@ -80,7 +80,7 @@ class CausalBlockwise(Mask):
         check_values("block_lengths", self.block_lengths, minimum=0)
 
     def _extent(self) -> int | None:
-        return int(self.block_lengths.sum(1).max()) if readable(self.block_lengths) else None
+        return largest(self.block_lengths.sum(1)) if readable(self.block_lengths) else None
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         check_total("block_lengths", self.block_lengths, seqlen_k)

@@ -14,7 +14,7 @@ from warploom.masks.base import rebuild
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.launched import may_launch
-from warploom.masks.zoo.positions import check_total, columns, cumulative, locate, rows_of
+from warploom.masks.zoo.positions import batch_of, check_total, columns, cumulative, largest, locate, rows_of
 
 # Tokens of a document in the mean at the least, for it to say where they start: a sequence of packed calls has tiles of its
 # own, of some hundred tokens.
@@ -83,7 +83,7 @@ class Document(Mask):
             return None
         assert self.bounds is not None
         last = self.bounds.sum(1) if self.kind == "lengths" else self.bounds[:, -1]
-        return int(last.max())
+        return largest(last)
 
     def _bounds(self, seqlen_k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         self._check_fits(seqlen_k)
@@ -147,8 +147,8 @@ class Document(Mask):
         assert self.bounds is not None
         if self.kind == "lengths":
             check_total("lengths", self.bounds, seqlen_k)
-        elif readable(self.bounds) and int(self.bounds[:, -1].max()) > seqlen_k:
-            raise ValueError(f"cu_seqlens ends at {int(self.bounds[:, -1].max())}, but there are only {seqlen_k} keys")
+        elif readable(self.bounds) and largest(self.bounds[:, -1]) > seqlen_k:
+            raise ValueError(f"cu_seqlens ends at {largest(self.bounds[:, -1])}, but there are only {seqlen_k} keys")
 
     def __repr__(self) -> str:
         tail = "" if self.causal else ", causal=False"
@@ -178,7 +178,7 @@ class PrefixDocument(Mask):
         check_values("prefixes", self.prefixes, minimum=0)
 
     def _extent(self) -> int | None:
-        return int(self.lengths.sum(1).max()) if readable(self.lengths) else None
+        return largest(self.lengths.sum(1)) if readable(self.lengths) else None
 
     def _resolve(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> ResolvedMask:
         check_total("lengths", self.lengths, seqlen_k)
@@ -190,7 +190,7 @@ class PrefixDocument(Mask):
             if vectors is not None:
                 return ResolvedMask(None, None, vectors[0], None, None, vectors[1])
         lengths, prefixes = saturated(self.lengths.to(device)), saturated(self.prefixes.to(device)).clamp(max=seqlen_k)
-        batch = max(lengths.shape[0], prefixes.shape[0])
+        batch = batch_of(lengths, prefixes)
         lengths, prefixes = lengths.expand(batch, -1), prefixes.expand(batch, -1)
         index, inside, start, end = locate(cumulative(lengths), seqlen_k)
         padded = torch.cat([prefixes, prefixes.new_zeros(batch, 1)], dim=1)

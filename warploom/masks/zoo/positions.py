@@ -61,6 +61,16 @@ def locate(bounds: Tensor, seqlen_k: int) -> tuple[Tensor, Tensor, Tensor, Tenso
     return index, (index < count) & (position >= bounds[:, :1]), start, end
 
 
+def largest(t: Tensor) -> int:
+    """Of a value a batch entry; 0 of none."""
+    return int(t.max()) if t.numel() else 0
+
+
+def batch_of(one: Tensor, other: Tensor) -> int:
+    """Batch entries of two that have a row for each, or one for all."""
+    return other.shape[0] if one.shape[0] == 1 else one.shape[0]
+
+
 def check_total(name: str, lengths: Tensor, seqlen_k: int) -> None:
     """ValueError if some batch entry's lengths exceed the keys, where contents may be read."""
     if not readable(lengths) or lengths.numel() == 0:

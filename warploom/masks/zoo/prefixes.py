@@ -12,7 +12,7 @@ from warploom.masks.arguments import check_values, per_batch_rows, per_batch_val
 from warploom.masks.intersect import Mask
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.zoo.launched import may_launch
-from warploom.masks.zoo.positions import columns, rows_of, scalar_or_column
+from warploom.masks.zoo.positions import batch_of, columns, rows_of, scalar_or_column
 
 
 class PrefixLM(Mask):
@@ -69,7 +69,7 @@ class BidirectionalSpans(Mask):
             ute = span_vector(self.starts.to(device), self.lengths.to(device), seqlen_q, seqlen_k)
             if ute is not None:
                 return ResolvedMask(None, None, None, None, None, ute)
-        batch = max(self.starts.shape[0], self.lengths.shape[0])
+        batch = batch_of(self.starts, self.lengths)
         start = saturated(self.starts.to(device)).expand(batch, -1)
         length = saturated(self.lengths.to(device)).clamp(max=seqlen_k).expand(batch, -1)
         used = (length > 0) & (start >= 0) & (start < seqlen_k)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from warploom.masks.zoo.launched import empty_vector, loads
+from warploom.masks.zoo.positions import batch_of
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import Launch
 
@@ -59,7 +60,7 @@ def span_vector(starts: Tensor, lengths: Tensor, seqlen_q: int, seqlen_k: int) -
     launch = _launch(starts.dtype, lengths.dtype)
     if not loads(starts, launch):
         return None
-    batch = max(starts.shape[0], lengths.shape[0])
+    batch = batch_of(starts, lengths)
     ute = empty_vector(batch, seqlen_k, starts.device)
     blocks = -(-seqlen_k // COLUMNS)
     if ute.numel():
