@@ -306,6 +306,13 @@ def test_an_object_is_a_pytree_that_moves_and_is_saved(tmp_path: Any) -> None:
         assert (other.hadamard_seed, other.dtype) == (0, torch.float32)
 
 
+def test_an_object_moves_to_devices_alone() -> None:
+    """Its data once became float16, which no call took."""
+    numbers = quantize(*torch.randn(3, 1, 5, 2, 16))[0]
+    with pytest.raises(TypeError, match=r"moves to a device, got torch.float16; dequantize\(dtype\)"):
+        numbers.to(torch.float16)  # type: ignore[arg-type]
+
+
 def test_a_pickle_keeps_the_strides_of_values() -> None:
     """As they lie on a GPU, key by key, with zeros behind the last."""
     x = drawn(2, 2, 30, 2, 24)

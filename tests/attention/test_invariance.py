@@ -96,6 +96,24 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not call()
 
 
+def test_an_object_of_the_switch_serves_many_blocks() -> None:
+    """An inner block of one object once ended the outer one's promise, and a later block that of what was before it."""
+    switch = warploom.batch_invariant()
+    with switch:
+        with switch:
+            assert invariance.enabled
+        assert invariance.enabled
+    assert not invariance.enabled
+    with warploom.batch_invariant():
+        with switch:
+            assert invariance.enabled
+        assert invariance.enabled
+        with warploom.batch_invariant(False), switch:
+            assert invariance.enabled
+        assert invariance.enabled
+    assert not invariance.enabled
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
 def test_calls_over_a_cache_heed_the_keyword(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """They once took the switch alone, and explain() said what the keyword asked for."""

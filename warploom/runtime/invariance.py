@@ -52,13 +52,16 @@ class batch_invariant:
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = flag("enabled", enabled)
-        self._before = _set(self.enabled)
+        # What was before the blocks that are open; the first block puts back what was before the switch.
+        self._before, self._switched = [_set(self.enabled)], True
 
     def __enter__(self) -> None:
-        _set(self.enabled)
+        if not self._switched:
+            self._before.append(_set(self.enabled))
+        self._switched = False
 
     def __exit__(self, *_: Any) -> None:
-        _set(self._before)
+        _set(self._before.pop())
 
 
 def _set(value: bool) -> bool:
