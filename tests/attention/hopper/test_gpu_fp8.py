@@ -274,7 +274,7 @@ def test_long_sums_are_kept() -> None:
 
 
 def test_outliers_are_within_the_bar() -> None:
-    """FlashAttention-3's numbers, eight heads of fixed seeds, all 16,384 queries: its paper's error, and what a rotation is for."""
+    """FlashAttention-3's numbers, eight heads of fixed seeds, all queries: its paper's error, and what a rotation is for."""
     squares: dict[bool, list[float]] = {True: [], False: []}
     for head in range(8):
         generator = torch.Generator().manual_seed(head)
