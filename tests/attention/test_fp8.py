@@ -146,6 +146,14 @@ def test_a_hidden_nan_changes_nothing_and_a_visible_one_stays(backend: str, garb
     assert seen[1].isnan().all() and seen[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dim", [24, 72, 128, 256])
+def test_a_rotation_holds_all_that_its_page_says(dim: int) -> None:
+    """Numbers to 2^127 / head_dim, all of one size; of larger ones fp32's sums may pass its largest number."""
+    x = torch.full((1, 3, 2, dim), 2.0**127 / dim) * torch.randn(1, 3, 2, dim).sign()
+    for t in quantize(x, x, x):
+        assert t.dequantize().isfinite().all() and t.scale.isfinite().all()
+
+
 def test_zeros_stay_zeros() -> None:
     x = torch.zeros(1, 130, 2, 16)
     for granularity in GRANULARITIES:
