@@ -66,6 +66,8 @@ class Fp8Tensor:
 
     def to(self, device: torch.device | str) -> Fp8Tensor:
         """The same on a device."""
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"an Fp8Tensor moves to a device, got {device}; dequantize(dtype) gives its numbers")
         cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.to(device)
         return replace(self, data=self.data.to(device), scale=self.scale.to(device), cu_seqlens=cu_seqlens)
 

@@ -146,6 +146,14 @@ def test_a_hidden_nan_changes_nothing_and_a_visible_one_stays(backend: str, garb
     assert seen[1].isnan().all() and seen[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dim", [24, 72, 128, 256])
+def test_a_rotation_holds_all_that_its_page_says(dim: int) -> None:
+    """Numbers to 2^127 / head_dim, all of one size; of larger ones fp32's sums may pass its largest number."""
+    x = torch.full((1, 3, 2, dim), 2.0**127 / dim) * torch.randn(1, 3, 2, dim).sign()
+    for t in quantize(x, x, x):
+        assert t.dequantize().isfinite().all() and t.scale.isfinite().all()
+
+
 def test_zeros_stay_zeros() -> None:
     x = torch.zeros(1, 130, 2, 16)
     for granularity in GRANULARITIES:
@@ -304,6 +312,13 @@ def test_an_object_is_a_pytree_that_moves_and_is_saved(tmp_path: Any) -> None:
     for other in (_pytree.tree_map(torch.clone, t), t.to("cpu"), torch.load(tmp_path / "t", weights_only=True), *copies):
         assert isinstance(other, Fp8Tensor) and same(other.data, t.data) and same(other.dequantize(), t.dequantize())
         assert (other.hadamard_seed, other.dtype) == (0, torch.float32)
+
+
+def test_an_object_moves_to_devices_alone() -> None:
+    """Its data once became float16, which no call took."""
+    numbers = quantize(*torch.randn(3, 1, 5, 2, 16))[0]
+    with pytest.raises(TypeError, match=r"moves to a device, got torch.float16; dequantize\(dtype\)"):
+        numbers.to(torch.float16)  # type: ignore[arg-type]
 
 
 def test_a_pickle_keeps_the_strides_of_values() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -96,6 +98,65 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not call()
 
 
+def test_an_object_of_the_switch_serves_many_blocks() -> None:
+    """An inner block of one object once ended the outer one's promise, and a later block that of what was before it."""
+    switch = warploom.batch_invariant()
+    with switch:
+        with switch:
+            assert invariance.enabled
+        assert invariance.enabled
+    assert not invariance.enabled
+    with warploom.batch_invariant():
+        with switch:
+            assert invariance.enabled
+        assert invariance.enabled
+        with warploom.batch_invariant(False), switch:
+            assert invariance.enabled
+        assert invariance.enabled
+    assert not invariance.enabled
+
+
+def test_blocks_of_two_threads_end_in_any_order() -> None:
+    """The first to end once ended the other's promise, and the other left the switch on."""
+    for begun in (False, True):  # the other's block begins before or after the first one's end
+        one = warploom.batch_invariant()
+        one.__enter__()
+        other = warploom.batch_invariant()
+        if begun:
+            other.__enter__()
+        one.__exit__(None, None, None)
+        assert invariance.enabled == begun
+        if not begun:
+            other.__enter__()
+        assert invariance.enabled
+        other.__exit__(None, None, None)
+        assert not invariance.enabled
+    for first in (0, 1):
+        both = warploom.batch_invariant(), warploom.batch_invariant()
+        both[1].__enter__()
+        both[0].__enter__()
+        both[first].__exit__(None, None, None)
+        assert invariance.enabled
+        both[1 - first].__exit__(None, None, None)
+        assert not invariance.enabled
+
+    def request(barrier: threading.Barrier, found: list[bool]) -> None:
+        barrier.wait()
+        for _ in range(200):
+            with warploom.batch_invariant():
+                time.sleep(0)
+                found.append(invariance.enabled)
+
+    barrier = threading.Barrier(4)
+    found: list[bool] = []
+    threads = [threading.Thread(target=request, args=(barrier, found)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found) and len(found) == 800 and not invariance.enabled
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
 def test_calls_over_a_cache_heed_the_keyword(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """They once took the switch alone, and explain() said what the keyword asked for."""
@@ -131,12 +192,21 @@ def test_compiled_calls_follow_the_switch_and_a_block_within(monkeypatch: pytest
             within = warploom.attention(t, t, t)
         return within + warploom.attention(t, t, t)
 
-    compiled = torch.compile(both, fullgraph=True, backend="eager")
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(both, fullgraph=True, backend=backend)
     compiled(t)
     with warploom.batch_invariant():
         compiled(t)
     compiled(t)
     assert found == [True, False, True, True, True, False] and not invariance.enabled
+    with warploom.batch_invariant(), warploom.batch_invariant():
+        compiled(t)
+    assert len(graphs) == 2 and not invariance.enabled
 
 
 def test_explain_says_so() -> None:

@@ -33,7 +33,8 @@ def test_runs_every_suite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     wanted |= {("linear", "forward, normalized"), ("linear", "backward, normalized"), ("linear", "graph")}
     wanted |= {("linear", f"{each}, delta rule") for each in ("forward", "backward", "graph")}
     wanted |= {("linear", f"{each}, decay a {kind}") for each in ("forward", "backward") for kind in ("head", "token")}
-    wanted |= {("decode", f"graph{each}") for each in ("", ", FP8 cache", ", latent", ", prefill over pages")}
+    wanted |= {("decode", f"graph{each}") for each in ("", ", FP8 cache", ", latent", ", prefill over pages", ", few keys")}
+    wanted |= {("decode", f"graph, {each}") for each in ("shared prefix", "nothing shared", "batch invariant")}
     wanted |= {("serving", "step"), ("fp8", "forward"), ("fp8", "quantising"), ("training", "step")}
     wanted |= {("bias", each) for each in ("forward", "forward and backward", "forward, stats", "encoder step")}
     assert measures == wanted
@@ -92,7 +93,7 @@ def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert "cases left out" in capsys.readouterr().err
     run = json.loads(out.read_text())
     assert run["rows"] == [] and "tree, B1 S256 H2 D16" in run["left_out"]
-    assert len(run["left_out"]) == 2 + 3 + 14 + 5 + 5 + 3 + 1 + 1 + 8
+    assert len(run["left_out"]) == 2 + 3 + 14 + 9 + 5 + 3 + 1 + 1 + 8
 
 
 def test_a_case_that_would_pass_the_budget_is_not_begun(
@@ -154,10 +155,10 @@ def test_warming_survives_a_case_that_fails(monkeypatch: pytest.MonkeyPatch, cap
 def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "--suite", "masks", "--suite", "decode", "--list"]) == 0
     names = capsys.readouterr().out.splitlines()
-    assert len(names) == 56 + 51 + 2
+    assert len(names) == 56 + 67 + 2
     for name in ("masks   window 1024, B1 S32768 H64/8 D128", "decode  B1 KV8k 32/8", "decode  B4 KV8k 32/8, 4 queries"):
         assert any(re.fullmatch(re.escape(name) + r"  \(\d+ s\)", line) for line in names), name
-    for line, count in zip(names[-2:], ("56 cases of the masks", "51 cases of the decode"), strict=True):
+    for line, count in zip(names[-2:], ("56 cases of the masks", "67 cases of the decode"), strict=True):
         assert line.startswith("about ") and count in line
     assert main(["bench", "--list", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 18 + 16 + 5

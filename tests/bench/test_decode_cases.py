@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 import warploom
 from tests.bench import fake_flashinfer
 from warploom import KVCache
-from warploom.bench import captured, decode, decode_bars, flashinfer_peer, peers, report, tables
+from warploom.bench import captured, decode, decode_bars, decode_prefix, flashinfer_peer, peers, prefill, report, tables
 from warploom.bench.bars import BARS
 from warploom.bench.decode_shapes import FP8_SHAPES, LATENT_SHAPES, SHAPES, Shape, check, in_pages, latent_inputs
 from warploom.bench.harness import Timer, WrongResult, compare
@@ -72,11 +73,65 @@ def test_contenders_of_other_cases(gpu: Any) -> None:
     assert amounts["warploom"] == pytest.approx(SHAPE.numbers * (1 + 4 / SHAPE.head_dim) / 1e6)
     latent = rows(decode._build_latent, Shape(2, 64, 4, 1, 40), 32, 16)["graph, latent"]["contenders"]
     assert set(latent) == {"warploom", "warploom, pages of 16", "FlashInfer"}
-    prefill = rows(decode._build_prefill, Shape(2, 64, 8, 2, 32, queries=20))["graph, prefill over pages"]["contenders"]
-    assert set(prefill) == {"warploom", "warploom, contiguous", "cuDNN, masked", "FA2", "FA4", "FlashInfer"}
-    assert prefill.pop("FA4") == {"refused": "flash_attn.cute is not installed"}
-    for found in (ragged, fp8, latent, prefill):
+    chunk = rows(decode._build_prefill, Shape(2, 64, 8, 2, 32, queries=20))["graph, prefill over pages"]["contenders"]
+    ours = {"warploom", "warploom, contiguous", "warploom, FP8 pages"}
+    assert set(chunk) == {*ours, "cuDNN, masked", "FA2", "FA4", "FlashInfer"}
+    assert chunk.pop("FA4") == {"refused": "flash_attn.cute is not installed"}
+    assert chunk["warploom, FP8 pages"]["error"] > 0.005 and chunk["warploom"]["error"] < 1e-3
+    for found in (ragged, fp8, latent, chunk):
         assert all(each.get("ms", 0) > 0 for name, each in found.items() if name != "FA2" or found is fp8), found
+
+
+@pytest.mark.parametrize("shared", [0, 32])
+def test_contenders_of_prefixes(shared: int, gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences begin in the same pages, which hold the same keys; the floor has those once."""
+    given, decoded = [], warploom.decode
+
+    def noted(q: Tensor, cache: Any, **keywords: Any) -> Any:
+        if "prefix" in keywords:
+            given.append((cache, keywords["prefix"].keys.tolist()))
+        return decoded(q, cache, **keywords)
+
+    monkeypatch.setattr(warploom, "decode", noted)
+    ((measure, row),) = rows(decode_prefix.build_prefix, SHAPE, shared, 16, decode.LATENCY, decode._add_flashinfer).items()
+    assert measure == ("graph, shared prefix" if shared else "graph, nothing shared")
+    found = row["contenders"]
+    ours = {"warploom", "warploom, plain", "warploom, found in the call"}
+    assert set(found) == {*ours, "FlashInfer", "FlashInfer, tensor cores"}
+    assert all(each["error"] < 1e-5 for each in found.values())
+    assert all(keys == [0, shared, shared, shared] for _, keys in given) and given
+    pages = given[0][0]
+    assert len(pages.block_table.unique()) == 3 * 4 - 2 * shared // 16
+    once = SHAPE.numbers * 4 - 2 * 2 * shared * 2 * 32 * 4
+    amounts = {name: each["gb_s"] * each["ms"] * 1e6 for name, each in found.items()}
+    assert row["bytes"] == once == pytest.approx(amounts["warploom"])
+    assert SHAPE.numbers * 4 == pytest.approx(amounts["warploom, plain"]) == pytest.approx(amounts["FlashInfer"])
+
+
+def test_contenders_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = peers.sdpa_of
+    monkeypatch.setattr(peers, "sdpa_of", lambda backend, causal=False: of(None, causal))
+    monkeypatch.setattr(captured, "capture", lambda call: call)
+    asked, attention = [], warploom.attention
+
+    def noted(*args: Any, **keywords: Any) -> Any:
+        asked.append(keywords.get("batch_invariant"))
+        return attention(*args, **keywords)
+
+    monkeypatch.setattr(warploom, "attention", noted)
+    shape: Any = prefill.Shape(2, 64, 2, 16)
+    monkeypatch.setattr(prefill.Shape, "draw", lambda shape, device: [torch.randn(2, 64, 2, 16) for _ in range(4)])
+    found = rows(prefill.build_invariant, shape)["graph, batch invariant"]["contenders"]
+    assert set(found) == {"warploom", "warploom, plain"} and all(each["ms"] > 0 for each in found.values())
+    assert set(asked) == {True, None}
+    monkeypatch.setattr(torch, "randn", functools.partial(_on_the_cpu, torch.randn))
+    found = rows(prefill.build_short, prefill.Crossed(2, 32, 7, 2, 16))["graph, few keys"]["contenders"]
+    assert set(found) == {"warploom", "cuDNN", "FA2", "FA4"} and "refused" in found.pop("FA4")
+    assert all(each["ms"] > 0 for each in found.values()), found
+
+
+def _on_the_cpu(draw: Any, *shape: int, device: Any = None, dtype: Any = None) -> Tensor:
+    return draw(*shape)
 
 
 def test_a_wrong_peer_is_seen_and_an_absent_one_says_so(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +191,13 @@ def test_cases() -> None:
     """Every shape that the bars ask for, under names that tell them apart, with the seconds each takes."""
     cases = decode.decode_cases(False)
     names = [case.name for case in cases]
-    assert len(set(names)) == len(names) == len(SHAPES) + len(FP8_SHAPES) + len(LATENT_SHAPES) + 4 + 2
+    assert len(set(names)) == len(names) == len(SHAPES) + len(FP8_SHAPES) + len(LATENT_SHAPES) + 4 + 2 + 4 + 3 + 9
     for keys in ("2k", "4k", "8k", "16k", "64k"):
         assert f"B1 KV{keys} 32/8" in names
     for other in ("B2 KV16k 64/1", "B8 KV8k 16/2 D64", "B4 KV8k 16/8 D256", "B128 KV1k 32/8", "B32 KV4k 40/8"):
         assert other in names
+    assert {"prefix, B64 KV8704 32/8, 8192 shared", "prefix, B16 KV1k 32/8, nothing shared"} <= set(names)
+    assert {"few keys, B4 4096x77 H16 D64", "one set of bits, D256 S4096 causal"} <= set(names)
     assert {"FP8 cache, B1 KV64k 16/8 D256", "latent, B64 KV4k 128/1", "B4 KV8k 32/8, 4 queries"} <= set(names)
     reckoned = {case.name: case.seconds or 0.0 for case in cases}
     assert min(reckoned.values()) > 0
@@ -149,7 +206,8 @@ def test_cases() -> None:
 
 
 def row(case: str, amount: float = 1e6, **ms: float) -> dict[str, Any]:
-    named = {"ours": "warploom", "pages": "warploom, pages of 16", "even": "warploom, uniform", "bf16": "warploom, bf16"}
+    names = {"pages": "pages of 16", "even": "uniform", "bf16": "bf16", "plain": "plain", "dense": "contiguous"}
+    named = {"ours": "warploom", **{short: f"warploom, {name}" for short, name in names.items()}}
     contenders = {named.get(name, name): {"ms": value, "tflops": 100.0 / value} for name, value in ms.items()}
     return {"suite": "decode", "case": case, "bytes": amount, "copy_gb_s": 4000.0, "contenders": contenders}
 
@@ -181,9 +239,35 @@ def test_bars_of_other_caches() -> None:
     assert BARS["decode", "graph, latent"](latent[:1])[0][2] == pytest.approx(500 / 560)
     assert BARS["decode", "graph, latent"](latent)[0][2] == pytest.approx(100 / 0.3 / 560)
     assert BARS["decode", "graph, latent"]([row("latent, c", 4e9, ours=1.2)])[0][2] == pytest.approx(1.0035 / 1.2 / 0.85)
-    prefill = [row("prefill, a", ours=1.0, FA4=0.9, FlashInfer=0.5), row("prefill, b", ours=1.0)]
-    assert BARS["decode", "graph, prefill over pages"](prefill)[0][2] == pytest.approx(0.9)
     assert BARS["decode", "graph"]([])[0][2] is None
+
+
+def test_bars_of_prompts() -> None:
+    """A row counts where both peers ran: cuDNN alone, which reads a mask, would meet any bar."""
+    found = [
+        row("prefill, a", ours=1.0, dense=0.75, FA4=0.9, FlashInfer=0.5, **{"cuDNN, masked": 2.0}),
+        row("prefill, b", ours=1.0, **{"cuDNN, masked": 0.5}),
+        row("prefill, c", ours=1.0, FA4=0.5),
+    ]
+    bars = BARS["decode", "graph, prefill over pages"](found)
+    assert [value for _, _, value in bars] == pytest.approx([0.9, 1.2])
+    assert [value for _, _, value in BARS["decode", "graph, prefill over pages"](found[1:])] == [None, None]
+    few = [row("few keys, a", ours=1.0, FA4=0.9, cuDNN=0.8), row("few keys, b", ours=1.0, FA4=2.0, cuDNN=3.0)]
+    assert BARS["decode", "graph, few keys"](few)[0][1:] == (1.0, pytest.approx(0.8))
+    whole = [{**row("one", ours=1.1, plain=1.0), "head_dim": dim} for dim in (64, 128)]
+    bars = BARS["decode", "graph, batch invariant"]([*whole, {**row("two", ours=1.2, plain=1.0), "head_dim": 256}])
+    assert [each[1:] for each in bars] == [(1 / 1.08, pytest.approx(1 / 1.1)), (1 / 1.25, pytest.approx(1 / 1.2))]
+
+
+def test_bars_of_prefixes_and_of_the_host() -> None:
+    shared = [row("prefix, a", ours=1.0, plain=3.4), row("prefix, b", ours=1.0, plain=5.0)]
+    assert BARS["decode", "graph, shared prefix"](shared)[0][1:] == (4.0, pytest.approx(3.4))
+    apart = [row("prefix, small", 1e6, ours=2.0, plain=1.0), row("prefix, large", 1e8, ours=1.0, plain=0.99)]
+    assert BARS["decode", "graph, nothing shared"](apart)[0][1:] == (0.98, pytest.approx(0.99))
+    host = [row("B1 KV8k 32/8", ours=0.010, pages=0.020, cuDNN=0.03)]
+    assert BARS["decode", "host in a row"](host)[0][1:] == (1.0, pytest.approx(0.75))
+    for measure in ("graph, shared prefix", "graph, nothing shared", "host in a row", "graph, few keys"):
+        assert BARS["decode", measure]([row("none", cuDNN=1.0)])[0][2] is None
 
 
 def test_the_floor_stands_in_the_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import types
@@ -85,6 +86,8 @@ def test_under_the_name_with_paged_before_it(calls):
     eager, ours = build("llama", seed)
     ours.set_attn_implementation("eager")
     ours.set_attn_implementation("paged|warploom")
+    made = type(ours)._from_config(copy.deepcopy(ours.config), attn_implementation="paged|warploom")
+    assert made.config._attn_implementation == ours.config._attn_implementation == "warploom"
     prompts = drawn_prompts(seed)[1:3]
     assert [tokens for tokens, _ in served(ours, prompts)] == [generated(eager, prompt)[0] for prompt in prompts], seed
     assert calls

@@ -192,7 +192,7 @@ def _fp8(rows: Sequence[Row]) -> list[Bar]:
         found.append((f"{case} over {least} TFLOP/s", 1.0, rate / least if rate else None))
     fast = _rates(rows, "warploom, fast sums").get("D256 S16384 full")
     found.append(("D256 S16384 full, fast sums, over 1150 TFLOP/s", 1.0, fast / 1150 if fast else None))
-    for case in ("D128 S16384 full", "D256 S16384 full"):
+    for case in ("D64 S16384 full", "D128 S16384 full", "D256 S16384 full"):
         quantised = ratios(rows, "warploom, quantised too").get(case)
         found.append((f"1.08 of {case} over the same quantised too", 1.0, 1.08 / quantised if quantised else None))
     return found

@@ -1,6 +1,7 @@
 """decode() against torch's kernels and FlashInfer's, each call in a CUDA graph of its own.
 
-Contiguous caches and pages, ragged lengths, FP8 and latent caches, chunks of prompts over pages, and a step of many layers.
+Contiguous caches and pages, ragged lengths, FP8 and latent caches, shared prefixes, chunks of prompts over pages, and a step of
+many layers; and what `warploom.bench.prefill` compares of prompts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import warploom
 from warploom import KVCache, PagedKVCache
 from warploom.bench import flashinfer_peer, peers
 from warploom.bench.captured import captured
+from warploom.bench.decode_prefix import APART, SHARED, build_prefix, prefix_name
 from warploom.bench.decode_shapes import (
     FP8_SHAPES,
     FURTHEST_FP8,
@@ -31,7 +33,8 @@ from warploom.bench.decode_shapes import (
     in_pages,
     latent_inputs,
 )
-from warploom.bench.harness import Call, Case, Comparison, Own, first_line, wall
+from warploom.bench.harness import Call, Case, Comparison, Own, first_line, host, in_a_row, wall
+from warploom.bench.prefill import prefill_cases
 from warploom.bench.reference import one_head
 from warploom.masks import Causal
 
@@ -60,6 +63,10 @@ def decode_cases(quick: bool) -> list[Case]:
     for batch, queries, keys in PREFILL_SHAPES:
         shape = Shape(batch, keys, 32, 8, queries=queries)
         found.append(_case(_prefill_name(shape), shape, partial(_build_prefill, shape)))
+    for sizes, shares in ((SHARED, True), (APART, False)):
+        for batch, shared, own in sizes:
+            found.append(_prefix_case(Shape(batch, shared + own, 32, 8), shared if shares else 0, PAGE))
+    found += prefill_cases("decode", quick)
     layer = Shape(1, 8192, 32, 8)
     found.append(_case(f"{LAYERS} layers of B1 KV8k", replace(layer, batch=LAYERS), partial(_build_layers, layer), layer))
     seen: set[Any] = set()
@@ -79,11 +86,19 @@ def _quick_cases() -> list[Case]:
         _case(f"FP8 cache, {shape.name}", shape, partial(_build_fp8, shape)),
         _case(_latent_name(latent), latent, partial(_build_latent, latent, 16, 16)),
         _case(_prefill_name(prefill), prefill, partial(_build_prefill, prefill)),
+        _prefix_case(shape, 32, 16),
+        _prefix_case(shape, 0, 16),
+        *prefill_cases("decode", True),
     ]
 
 
 def _case(name: str, shape: Shape, build: Callable[..., Any], shown: Shape | None = None) -> Case:
     return Case("decode", name, dict((shown or shape).__dict__), build, COMPARING + MAKING * 2 * shape.numbers)
+
+
+def _prefix_case(shape: Shape, shared: int, page_size: int) -> Case:
+    build = partial(build_prefix, shape, shared, page_size, LATENCY, _add_flashinfer)
+    return _case(prefix_name(shape, shared), shape, build)
 
 
 def _latent_name(shape: Shape) -> str:
@@ -114,6 +129,7 @@ def _build(shape: Shape, page_sizes: tuple[int, ...], device: torch.device) -> I
             # A plan of FlashInfer's serves all layers of a step: its share of one call is nobody's.
             queued = {name: call for name, call in calls.items() if not name.startswith("FlashInfer")}
             yield "eager", Comparison(queued, partial(check, q, cache), clock=wall)
+            yield "host in a row", host(queued, partial(check, q, cache), {}, clock=in_a_row)
 
 
 def _torchs(q: Tensor, cache: KVCache) -> dict[str, Call]:
@@ -223,6 +239,10 @@ def _build_prefill(shape: Shape, device: torch.device) -> Iterator[tuple[str, Co
     """The last queries of each sequence over its pages; torch's kernels and FA4 read keys that lie one after the other."""
     q, cache = shape.draw(device)
     pages = in_pages(cache, PAGE)
+    fp8 = PagedKVCache.allocate(
+        shape.batch, shape.keys, shape.heads_kv, shape.head_dim, page_size=PAGE, dtype=torch.float8_e4m3fn, device=q.device
+    )
+    fp8.append(cache.k, cache.v)
     starts = torch.arange(shape.batch + 1, dtype=torch.int32, device=q.device) * shape.queries
     rows = q.flatten(0, 1)
 
@@ -243,6 +263,9 @@ def _build_prefill(shape: Shape, device: torch.device) -> Iterator[tuple[str, Co
     calls: dict[str, Call] = {
         "warploom": ours,
         "warploom, contiguous": lambda: warploom.attention(q, cache.k, cache.v, causal=True),
+        "warploom, FP8 pages": lambda: warploom.attention_varlen(
+            rows, fp8, cu_seqlens_q=starts, max_seqlen_q=shape.queries, causal=True
+        ).view(q.shape),
     }
     refused: dict[str, str] = {}
     if device.type == "cuda":
@@ -254,7 +277,8 @@ def _build_prefill(shape: Shape, device: torch.device) -> Iterator[tuple[str, Co
     visible = shape.queries * (shape.keys - (shape.queries - 1) / 2)
     flops = 4.0 * shape.batch * shape.heads * shape.head_dim * visible
     with torch.no_grad():
-        yield "graph, prefill over pages", captured(calls, want.check_out, device, refused, flops=flops)
+        own = {"warploom, FP8 pages": Own(partial(check, q, cache, furthest=FURTHEST_FP8), flops)}
+        yield "graph, prefill over pages", captured(calls, want.check_out, device, refused, flops=flops, own=own)
 
 
 def _build_layers(shape: Shape, device: torch.device) -> Iterator[tuple[str, Comparison]]:

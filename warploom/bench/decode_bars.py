@@ -11,7 +11,7 @@ from warploom.bench.mask_bars import Bar, Row
 
 NEAR, BESIDE_NEAR = 1.04, 0.99  # a peer within so much of the floor leaves nothing: ours need only be about as fast
 LARGE = 64e6  # bytes of keys and values from which the rate is judged
-PAGED = "warploom, pages of 16"
+PAGED, PLAIN = "warploom, pages of 16", "warploom, plain"
 LATENT_SHARE, LATENT_TFLOPS = 0.85, 560.0  # of a latent cache, the one or the other
 
 
@@ -71,13 +71,50 @@ def latent(rows: Sequence[Row]) -> list[Bar]:
 
 
 def prefill(rows: Sequence[Row]) -> list[Bar]:
+    dense = better(rows, "warploom, contiguous")
+    return [
+        ("the better of cuDNN and FA4, contiguous, over ours, the worst", 1.0, min(better(rows), default=None)),
+        ("the same over ours, contiguous too, the worst", 1.0, min(dense, default=None)),
+    ]
+
+
+def few_keys(rows: Sequence[Row]) -> list[Bar]:
+    return [("the better of cuDNN and FA4 over ours, the worst", 1.0, min(better(rows), default=None))]
+
+
+def shared(rows: Sequence[Row]) -> list[Bar]:
+    return [("plain decode over the same with its prefix, the worst", 4.0, min(times(rows, PLAIN, "warploom"), default=None))]
+
+
+def apart(rows: Sequence[Row]) -> list[Bar]:
+    found = times([row for row in rows if row.get("bytes", 0) >= LARGE], PLAIN, "warploom")
+    what = "plain decode over the same that asks, the worst from 64 MB of keys and values on"
+    return [(what, 0.98, min(found, default=None))]
+
+
+def invariant(rows: Sequence[Row]) -> list[Bar]:
+    found: list[Bar] = []
+    for what, wide, most in (("head_dim to 128", False, 1.08), ("head_dim 256", True, 1.25)):
+        plain = times([row for row in rows if (row.get("head_dim", 128) > 128) == wide], PLAIN, "warploom")
+        found.append((f"a plain call over one of one set of bits, {what}, the worst", 1 / most, min(plain, default=None)))
+    return found
+
+
+def host(rows: Sequence[Row]) -> list[Bar]:
+    found = [ms(row, name) for row in rows for name in ("warploom", PAGED)]
+    slowest = max((each for each in found if each), default=None)
+    return [("15 us over the host time of a call, the worst", 1.0, 15e-3 / slowest if slowest else None)]
+
+
+def better(rows: Sequence[Row], ours: str = "warploom") -> list[float]:
+    """The time of the better of cuDNN and FA4 over one of ours, where both ran: cuDNN alone reads a mask of chunks."""
     found = []
     for row in rows:
-        ours = ms(row)
-        others = [each["ms"] for name, each in row["contenders"].items() if name.startswith(("cuDNN", "FA4")) and "ms" in each]
-        if ours and others:
-            found.append(min(others) / ours)
-    return [("the better of cuDNN and FA4, contiguous, over ours, the worst", 1.0, min(found, default=None))]
+        cudnn = [each["ms"] for name, each in row["contenders"].items() if name.startswith("cuDNN") and "ms" in each]
+        fa4, mine = ms(row, "FA4"), ms(row, ours)
+        if cudnn and fa4 and mine:
+            found.append(min(*cudnn, fa4) / mine)
+    return found
 
 
 def ms(row: Row, name: str = "warploom") -> float | None:
@@ -106,4 +143,9 @@ BARS: Mapping[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     ("decode", "graph, FP8 cache"): fp8,
     ("decode", "graph, latent"): latent,
     ("decode", "graph, prefill over pages"): prefill,
+    ("decode", "graph, few keys"): few_keys,
+    ("decode", "graph, shared prefix"): shared,
+    ("decode", "graph, nothing shared"): apart,
+    ("decode", "graph, batch invariant"): invariant,
+    ("decode", "host in a row"): host,
 }

@@ -42,6 +42,11 @@ MEASURES = {
     ("decode", "graph, FP8 cache"): "FP8 caches, replayed from a graph",
     ("decode", "graph, latent"): "Latent caches, replayed from a graph",
     ("decode", "graph, prefill over pages"): "Chunks of prompts over pages, replayed from a graph",
+    ("decode", "graph, few keys"): "Few keys, replayed from a graph",
+    ("decode", "graph, shared prefix"): "Shared prefixes, replayed from a graph",
+    ("decode", "graph, nothing shared"): "Asking for a prefix where none is shared, replayed from a graph",
+    ("decode", "graph, batch invariant"): "One set of bits, replayed from a graph",
+    ("decode", "host in a row"): "Host time, calls in a row",
     ("serving", "step"): "A step of all layers",
     ("bias", "forward, stats"): "Forward, with stats",
     ("bias", "encoder step"): "A step of an encoder",
@@ -82,6 +87,11 @@ NOTES = {
     ("decode", "eager"): "Wall time of a call, of calls queued one behind the other.",
     ("decode", "graph, FP8 cache"): '"warploom" reads a cache of e4m3, the others the same keys and values in bf16.',
     ("decode", "graph, prefill over pages"): '"warploom" and FlashInfer read pages of 16 keys, the others contiguous keys.',
+    ("decode", "graph, few keys"): "attention() with no mask: queries of an image over a text, and short encoders.",
+    ("decode", "graph, shared prefix"): '"warploom" is told what sequences share, "plain" reads the same table without.',
+    ("decode", "graph, nothing shared"): '"warploom" is told that nothing is shared, "plain" nothing.',
+    ("decode", "graph, batch invariant"): '"warploom" is attention() with batch_invariant=True, "plain" without.',
+    ("decode", "host in a row"): "Time until one of many calls returns.",
     ("serving", "step"): "Wall time of a step: keys and values appended and attention of every layer, with what the host plans "
     "for them.",
 }
