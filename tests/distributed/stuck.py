@@ -1,4 +1,4 @@
-"""A rank that lives and comes to no collective: the others end with the group's timeout. `python -m tests.distributed.stuck METHOD`."""
+"""A rank that lives and does not come: the others end with the group's timeout. `python -m tests.distributed.stuck ring`."""
 
 from __future__ import annotations
 
