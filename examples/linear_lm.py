@@ -175,6 +175,10 @@ def main() -> None:
     for name in ("steps", "tokens"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} takes 1 or more, got {getattr(options, name)}")
+    try:
+        torch.device(options.device)
+    except RuntimeError:
+        parser.error(f"--device takes cpu or cuda, got {options.device}")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: torch sees no CUDA device here")
     torch.manual_seed(options.seed)

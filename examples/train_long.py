@@ -15,6 +15,7 @@ import argparse
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from warploom.masks import Document
 
 BYTES, DIM, HEADS, LAYERS = 256, 64, 4, 2
 NO_LABEL = -100  # what cross_entropy leaves out
+SHORTEST = 64  # bytes of a document, the last one of a row apart
 
 
 class Layer(nn.Module):
@@ -76,13 +78,23 @@ def row(documents: list[bytes], seqlen: int, seed: int) -> tuple[Tensor, Tensor,
     parts: list[Tensor] = []
     while sum(map(len, parts)) < seqlen:
         document = documents[int(torch.randint(len(documents), (), generator=draw))]
-        length = min(int(torch.randint(64, seqlen // 2, (), generator=draw)), seqlen - sum(map(len, parts)), len(document))
+        wanted = int(torch.randint(SHORTEST, seqlen // 2, (), generator=draw))
+        length = min(wanted, seqlen - sum(map(len, parts)), len(document))
         start = int(torch.randint(len(document) - length + 1, (), generator=draw))
         if length:
             parts.append(torch.tensor(list(document[start : start + length])))
     labels = torch.cat([torch.cat([part[1:], torch.tensor([NO_LABEL])]) for part in parts])
     places = torch.cat([torch.arange(len(part)) for part in parts])
     return torch.cat(parts), labels, places, [len(part) for part in parts]
+
+
+def saved(path: str, device: str) -> dict[str, Any]:
+    """What --save wrote."""
+    try:
+        state = torch.load(path, map_location=device)
+        return {name: state[name] for name in ("model", "optimizer", "step")}
+    except Exception as error:  # whatever a file may be instead
+        raise SystemExit(f"--resume {path}: it is no file of --save ({type(error).__name__})") from None
 
 
 def train(
@@ -98,7 +110,7 @@ def train(
     optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
     first = 0
     if resume is not None:
-        state = torch.load(resume, map_location=device)
+        state = saved(resume, device)
         bare.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
@@ -160,9 +172,15 @@ def main() -> None:
         parser.error("--device cuda: torch sees no CUDA device here")
     if args.resume is not None and not os.path.exists(args.resume):
         parser.error(f"--resume {args.resume}: there is no such file")
-    for name in ("steps", "seqlen", "rows"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} takes 1 or more, got {getattr(args, name)}")
+    if args.save is not None and not Path(args.save).parent.is_dir():  # said now, not when the training is done
+        parser.error(f"--save {args.save}: there is no folder {Path(args.save).parent}")
+    least = {"steps": 1, "seqlen": 2 * SHORTEST + 2, "rows": 1, "context": 1}
+    for name, number in least.items():
+        given = getattr(args, name)
+        if given is not None and given < number:
+            parser.error(f"--{name} takes {number} or more, got {given}")
+    if args.device == "cuda" and int(os.environ.get("LOCAL_RANK", "0")) >= torch.cuda.device_count():
+        parser.error(f"there are {torch.cuda.device_count()} CUDA devices, fewer than the processes of this host")
     backend = "nccl" if args.device == "cuda" else "gloo"
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

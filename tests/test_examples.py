@@ -81,6 +81,10 @@ def test_masks_are_drawn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (["train_long.py", "--device", "cuda"], "--device cuda: torch sees no CUDA device here"),
         (["train_long.py", "--device", "cpu", "--resume", "missing.pt"], "--resume missing.pt: there is no such file"),
         (["train_long.py", "--device", "cpu", "--rows", "0"], "--rows takes 1 or more, got 0"),
+        (["train_long.py", "--device", "cpu", "--context", "0"], "--context takes 1 or more, got 0"),
+        (["train_long.py", "--device", "cpu", "--seqlen", "100"], "--seqlen takes 130 or more, got 100"),
+        (["train_long.py", "--device", "cpu", "--save", "no/state.pt"], "--save no/state.pt: there is no folder no"),
+        (["linear_lm.py", "--device", "foo"], "--device takes cpu or cuda, got foo"),
         (["draw_masks.py", "--seqlen", "0"], "--seqlen takes 1 or more, got 0"),
         (["draw_masks.py"], "drawing needs matplotlib: pip install matplotlib"),
     ],
@@ -95,6 +99,18 @@ def test_a_wrong_option_was_a_traceback(
     with pytest.raises(SystemExit) as left:
         run(arguments[0], monkeypatch, *arguments[1:])
     assert left.value.code == 2 and capsys.readouterr().err.endswith(f": error: {words}\n")
+
+
+def test_a_file_that_is_no_checkpoint_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    other, words = tmp_path / "other.pt", tmp_path / "words.pt"
+    torch.save({"weights": torch.zeros(1)}, other)
+    words.write_text("words")
+    for path in (other, words):
+        with pytest.raises(SystemExit, match=rf"--resume {path}: it is no file of --save"):
+            run("train_long.py", monkeypatch, "--steps", "1", "--seqlen", "256", "--device", "cpu", "--resume", str(path))
+        torch.distributed.destroy_process_group()
 
 
 def test_every_example_is_run_by_a_test_and_named_in_the_documentation() -> None:

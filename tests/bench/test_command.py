@@ -175,6 +175,7 @@ def test_cases_by_several_parts_of_names(capsys: pytest.CaptureFixture) -> None:
     [
         (["bench", "--only", "nothing", "--list"], "--only nothing: no case"),
         (["bench", "linear", "--only", "delta", "nothing", "--list"], "--only nothing: no case"),
+        (["bench", "linear", "--peer-seconds", "0", "--list"], "--peer-seconds must be a positive number of seconds, got 0.0"),
         (["bench", "run", "x.json", "--list"], "a run takes no files"),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,6 +18,7 @@ import torch
 
 from warploom.bench import harness
 from warploom.bench.harness import Case, Comparison, Own, Timer, WrongResult, compare, run_case
+from warploom.bench.patience import PATIENCE
 
 CPU = torch.device("cpu")
 
@@ -142,3 +145,48 @@ def test_an_installed_package_told_the_commit_of_another_project(tmp_path: Path)
     packages.mkdir()
     assert harness._commit(packages) is None
     assert re.fullmatch(r"[0-9a-f]{7,}", harness._commit(tmp_path) or "")
+
+
+def test_a_peer_that_takes_too_long_is_left_out_and_ours_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward pass too, which torch might run in a thread that no signal reaches; and it is not asked twice in a case."""
+    asked: list[str] = []
+
+    def slow(name: str) -> None:
+        asked.append(name)
+        for _ in range(500):
+            time.sleep(0.01)
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+            return t.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            slow("backward")
+            return gradient
+
+    leaf = torch.zeros(1, requires_grad=True)
+    calls = {
+        "warploom": lambda: time.sleep(0.3),  # no limit is for ours
+        "peer": lambda: slow("forward"),
+        "another": lambda: torch.autograd.grad(Slow.apply(leaf), leaf),
+        "quick": lambda: None,
+    }
+
+    def build(device: torch.device) -> Iterator[tuple[str, Comparison]]:
+        for measure in ("forward", "backward"):
+            yield measure, Comparison(dict(calls), lambda _: 0.0)
+
+    monkeypatch.setattr(PATIENCE, "seconds", 0.1)
+    begun = time.perf_counter()
+    rows = list(run_case(Case("suite", "case", {}, build), Timer(CPU, seconds=0.0)))
+    assert time.perf_counter() - begun < 10 and asked == ["forward", "backward"]
+    for row, why in zip(rows, ("its first call took", "took"), strict=True):
+        found = row["contenders"]
+        assert all("ms" in found[name] for name in ("warploom", "quick"))
+        for name in ("peer", "another"):
+            assert f"{why} more than the 0.1 s of --peer-seconds" in found[name]["refused"]
+    list(run_case(Case("suite", "another case", {}, build), Timer(CPU, seconds=0.0)))
+    assert asked == ["forward", "backward"] * 2
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0

@@ -87,6 +87,10 @@ def test_a_backend_that_refuses_says_why() -> None:
         ({"state": torch.zeros(3, 4, 8, 6)}, ValueError, "state must have shape"),
         ({"state": torch.zeros(2, 4, 6, 8).mT, "inplace": True}, ValueError, "with inplace=True the last dimension of state"),
         ({"state": torch.zeros(1, 4, 8, 6).expand(2, 4, 8, 6), "inplace": True}, ValueError, "no two elements share memory"),
+        *(
+            ({"state": torch.zeros(999).as_strided((2, 4, 8, 6), steps), "inplace": True}, ValueError, "no two elements share")
+            for steps in ((10, 48, 6, 1), (192, 48, 5, 1))
+        ),
         ({"inplace": 1}, TypeError, "inplace must be"),
     ],
 )

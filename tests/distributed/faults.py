@@ -60,6 +60,16 @@ def differing_calls(rank: int, world: int, seed: int) -> None:
         plan = planned()
         with pytest.raises(ValueError, match=words):
             distributed.attention(*parts(plan), plan=plan, **keywords(rank))
+    seeds: tuple[tuple[Any, Any, str], ...] = (
+        (3, 4, "dropout_seed differs .* rank 0 has 3, rank 1 has 4"),
+        (torch.tensor([3]), torch.tensor([5]), "dropout_seed differs .* rank 0 has 3, rank 1 has 5"),
+        (None, 3, "dropout_seed differs .* rank 0 has None, rank 1 has 3"),
+        (3, None, "dropout_seed differs .* rank 0 has 3, rank 1 has None"),
+    )
+    for first, other, words in seeds:
+        plan = planned()
+        with pytest.raises(ValueError, match=words):
+            distributed.attention(*parts(plan), plan=plan, dropout_p=0.1, dropout_seed=other if rank else first)
     plan = planned()
     with pytest.raises(ValueError, match="heads and head_dim of q differs"):
         distributed.attention(*parts(plan, heads=4 + rank), plan=plan)

@@ -1,4 +1,4 @@
-"""What is asked of the dense, decode and linear suites, and of a whole run."""
+"""What is asked of the dense, linear and FP8 suites, and of a whole run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import geometric_mean as mean
 from typing import Any
 
-from warploom.bench import bias_bars, decode_bars, mask_bars
+from warploom.bench import bias_bars, decode_bars, distributed_bars, mask_bars
 from warploom.bench.mask_bars import Bar, Row
 
 
@@ -33,8 +33,8 @@ def better(rows: Sequence[Row], peers: tuple[str, ...]) -> dict[str, float]:
 
 
 def measured(run: dict[str, Any]) -> list[Row]:
-    """The rows that hold times, each with the run's roofs."""
-    return [{**row, **run["roofs"]} for row in run["rows"] if "contenders" in row]
+    """The rows that hold times, each with the run's roofs, which the distributed suite does not measure."""
+    return [{**row, **run.get("roofs", {})} for row in run["rows"] if "contenders" in row]
 
 
 def judged(run: dict[str, Any]) -> list[dict[str, Any]]:
@@ -210,6 +210,7 @@ BARS: dict[tuple[str, str], Callable[[Sequence[Row]], list[Bar]]] = {
     ("dense", "backward"): _dense(_hopper_backward),
     **decode_bars.BARS,
     **bias_bars.BARS,
+    **distributed_bars.BARS,
     ("linear", "forward"): _linear_forward,
     ("linear", "forward, normalized"): _linear_normalized,
     ("linear", "backward"): _linear(1.7),

@@ -19,6 +19,7 @@ from warploom.bench import peers
 from warploom.bench.captured import capture
 from warploom.bench.harness import Call, Case, Comparison, Own, first_line, host, in_a_row
 from warploom.bench.linear import copy_of
+from warploom.bench.patience import PATIENCE
 from warploom.bench.recurrence import Rule, last_key_head
 from warploom.bench.reference import FURTHEST, distance
 
@@ -120,7 +121,8 @@ def backward(
     for name, attend in contenders.items():
         try:
             leaves = [t.detach().requires_grad_() for t in inputs]
-            calls[name] = partial(torch.autograd.grad, attend(*leaves), leaves, dout, retain_graph=True)
+            out = PATIENCE.first(name, partial(attend, *leaves))
+            calls[name] = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
         except Exception as error:  # a peer may fail in any way
             refused[name] = first_line(error)
     return calls, refused
@@ -153,6 +155,7 @@ def _build_step(shape: Shape, device: torch.device) -> Iterator[tuple[str, Compa
         if device.type == "cuda":
             for name in list(calls):
                 try:
+                    PATIENCE.first(name, calls[name])
                     calls[name] = capture(calls[name])
                 except Exception as error:  # a peer may fail in any way
                     refused[name] = first_line(error)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import warploom
+from warploom import distributed as sharded
 from warploom.bench import peers
 from warploom.bench.calls import Shape, forward, gradients
 from warploom.bench.harness import FEWEST, HEAD_START, SECONDS, Call, WrongResult, first_line, order_of
@@ -29,6 +30,9 @@ TOKENS, QUICK_TOKENS = 8192, 128
 # Tokens of all ranks, whose times by numbers of ranks are the table of strong scaling.
 IN_ALL, QUICK_IN_ALL = 32768, 256
 HEADS, QUICK_HEADS = (64, 8, 128), (8, 4, 16)
+# Tokens of all ranks in one forward and one backward pass, which run where --only asks for them: seconds to minutes each.
+IN_ONE_STEP, QUICK_IN_ONE_STEP = (2**20, 2**21), (512,)
+CHECKED_ROWS = 8  # of a rank in one step, its last ones
 WINDOW = 4096
 CHECKED = 512  # tokens of a rank where results are held against one device's: the whole is there twice
 IDEAL = "ideal"  # one device's own kernel, over the number of ranks
@@ -50,23 +54,26 @@ class Case:
     heads_kv: int
     head_dim: int
     in_all: bool = False  # tokens are those of all ranks
+    one_step: bool = False  # they are, and nothing is beside it: ours alone, each pass once
 
     @property
     def share(self) -> int:
         """Tokens of a rank."""
-        return self.tokens // dist.get_world_size() if self.in_all else self.tokens
+        return self.tokens // dist.get_world_size() if self.in_all or self.one_step else self.tokens
 
     def shape(self, tokens: int) -> Shape:
         return Shape(1, tokens * dist.get_world_size(), self.heads, self.head_dim, heads_kv=self.heads_kv)
 
 
 def distributed_cases(quick: bool) -> list[Case]:
-    """Every mask at a number of tokens a rank; then two of them at a number of tokens in all."""
+    """Every mask at a number of tokens a rank; two of them at a number of tokens in all; long sequences in one step."""
     tokens, in_all, heads = (QUICK_TOKENS, QUICK_IN_ALL, QUICK_HEADS) if quick else (TOKENS, IN_ALL, HEADS)
+    long = QUICK_IN_ONE_STEP if quick else IN_ONE_STEP
     scaling = "causal", "causal documents"
     return [
         *(Case(f"{name}, {tokens} tokens a rank", name, tokens, *heads) for name in MASKS),
         *(Case(f"{name}, {in_all} tokens in all", name, in_all, *heads, in_all=True) for name in scaling),
+        *(Case(f"causal, {each} tokens in one step", "causal", each, *heads, one_step=True) for each in long),
     ]
 
 
@@ -93,6 +100,9 @@ def begin(device: str) -> torch.device:
 
 def rows_of(case: Case, device: torch.device, against: list[str] | None, most: int) -> Iterator[dict[str, Any]]:
     """Results of the forward and of the backward pass, the same on every rank. A collective, to be gone through to its end."""
+    if case.one_step:
+        yield from _one_step(case, device)
+        return
     make = {
         name: each for name, each in contenders().items() if against is None or name.startswith("warploom") or name in against
     }
@@ -158,6 +168,74 @@ def rows_of(case: Case, device: torch.device, against: list[str] | None, most: i
             "contenders": {name: results[name] for name in (*make, IDEAL) if name in results},
             **(_strong(strong, results) if case.in_all else {}),
         }
+
+
+def _one_step(case: Case, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A forward and a backward pass of a sequence that one device has no room for: each rank draws its own part.
+
+    Bytes are all that the rank holds. Its last rows of one head are compared with softmax in fp64 over everybody's keys.
+    """
+    shape, mask = case.shape(case.share), MASKS[case.mask](case.share * dist.get_world_size())
+    plan = sharded.shard_plan(shape.seqlen, None, mask=mask)
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    def drawn(heads: int) -> Tensor:
+        size = 1, plan.tokens[plan.rank], heads, case.head_dim
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+    leaves = [drawn(heads).requires_grad_() for heads in (case.heads, case.heads_kv, case.heads_kv)]
+    upstream = drawn(case.heads)
+    work = shape.flops(mask.density(shape.seqlen, shape.seqlen)) / dist.get_world_size()
+    kept: dict[str, Any] = {}
+    distance = 0.0
+    passes = {
+        "forward": lambda: kept.update(out=sharded.attention(*leaves, plan=plan, mask=mask)),
+        "backward": lambda: kept.update(gradients=torch.autograd.grad(kept.pop("out"), leaves, upstream)),
+    }
+    for measure, call in passes.items():
+        why, took, held = None, 0.0, 0.0
+        try:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            took = (_on_gpu if device.type == "cuda" else _on_cpu)(call, device)
+            held = float(torch.cuda.max_memory_allocated()) if device.type == "cuda" else 0.0
+            if measure == "forward":
+                distance = _last_rows(plan, leaves, kept["out"])
+            elif not all(bool(t.isfinite().all()) for t in kept["gradients"]):
+                raise WrongResult("gradients are not finite")
+        except WrongResult as error:
+            why = "wrong", str(error)
+        except Exception as error:  # out of memory, say
+            why = "refused", first_line(error)
+        told = _agreed(why)
+        amount = work * (1.0 if measure == "forward" else 2.5)
+        if told is not None:
+            ours: dict[str, Any] = {told[0]: told[1]}
+        else:
+            ms, peak, furthest = _most([took, held, distance], device)
+            ours = {"ms": ms, "p20": ms, "p80": ms, "rounds": 1, "tflops": amount / ms / 1e9, "error": furthest}
+            ours |= {"imbalance": plan.imbalance, **({"peak_bytes": int(peak)} if device.type == "cuda" else {})}
+        yield {
+            **{"suite": "distributed", "case": case.name, "measure": measure, "ranks": dist.get_world_size()},
+            **{"backend": dist.get_backend(), **shape.__dict__, "flops": amount},
+            "contenders": {"warploom": ours},
+        }
+        if told is not None:
+            return
+
+
+def _last_rows(plan: sharded.ShardPlan, leaves: list[Tensor], out: Tensor) -> float:
+    """The error of the rank's last rows of the first head, of a causal call; WrongResult where it is too large."""
+    keys, values = (plan.unshard(t.detach()[:, :, :1].contiguous(), 1)[0, :, 0].double() for t in leaves[1:])
+    places = plan.positions()[-CHECKED_ROWS:].to(keys.device)
+    scores = leaves[0].detach()[0, -CHECKED_ROWS:, 0].double() @ keys.T * keys.shape[1] ** -0.5
+    hidden = torch.arange(len(keys), device=keys.device) > places[:, None]
+    want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
+    error = float((out.detach()[0, -CHECKED_ROWS:, 0].double() - want).norm() / want.norm())
+    if not error <= FURTHEST["out"]:
+        raise WrongResult(f"out is {error:.2g} of its norm away from softmax in fp64, more than {FURTHEST['out']:g}")
+    return error
 
 
 def _by(count: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from warploom.bench.choice import MOST
+from warploom.bench.patience import PATIENCE
 
 Call = Callable[[], Any]
 Clock = Callable[[dict[str, Call]], dict[str, list[float]]]
@@ -195,7 +196,8 @@ def host(
     calls, refused = dict(calls), dict(refused)
     for name, call in list(calls.items()):
         try:
-            for _ in range(3):
+            PATIENCE.first(name, call)
+            for _ in range(2):
                 call()
         except Exception as error:  # a peer may fail in any way
             refused[name] = first_line(error)
@@ -205,6 +207,7 @@ def host(
 
 def run_case(case: Case, timer: Timer) -> Iterator[dict[str, Any]]:
     """One row for each of the case's comparisons; a comparison that fails gives a row that says so."""
+    PATIENCE.begin()
     try:
         for measure, comparison in case.build(timer.device):
             yield {"suite": case.suite, "case": case.name, "measure": measure, **case.shape, **compare(comparison, timer)}
@@ -219,7 +222,7 @@ def compare(comparison: Comparison, timer: Timer) -> dict[str, Any]:
     for name, call in comparison.calls.items():
         try:
             memory = _Peak(timer.device)
-            result = call()
+            result = PATIENCE.first(name, call)
             check = comparison.own[name].check if name in comparison.own else comparison.check
             found[name] = {"peak_bytes": memory.stop(), "error": check(result)}
             right[name] = call

@@ -17,6 +17,7 @@ from warploom import LinearState, linear_attention, linear_attention_step
 from warploom.bench import peers
 from warploom.bench.captured import capture
 from warploom.bench.harness import Call, Case, Comparison, WrongResult, first_line
+from warploom.bench.patience import PATIENCE
 from warploom.bench.peers import NotHere
 from warploom.bench.reference import CHUNK, OneHead
 
@@ -87,7 +88,8 @@ def _backward(
     for name, attend in contenders.items():
         try:
             leaves = [t.detach().requires_grad_() for t in inputs[:3]]
-            calls[name] = partial(torch.autograd.grad, attend(*leaves), leaves, inputs[3], retain_graph=True)
+            out = PATIENCE.first(name, partial(attend, *leaves))
+            calls[name] = partial(torch.autograd.grad, out, leaves, inputs[3], retain_graph=True)
         except Exception as error:  # a peer may fail in any way
             refused[name] = first_line(error)
     calls["copy"] = copy_of(bytes_moved, device)
@@ -120,6 +122,7 @@ def _build_step(shape: dict[str, int], device: torch.device) -> Iterator[tuple[s
         if device.type == "cuda":
             for name in list(calls):
                 try:
+                    PATIENCE.first(name, calls[name])
                     calls[name] = capture(calls[name])
                 except Exception as error:  # a peer may fail in any way
                     refused[name] = first_line(error)

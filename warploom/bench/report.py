@@ -253,6 +253,8 @@ def _ranks(runs: Mapping[str, Run]) -> Iterator[str]:
                 yield f"### {measure.capitalize()}, {run['ranks']} ranks\n"
                 yield tables.where(name, run)
                 yield tables.folded(tables.timed(rows, compared=True))
+                if run["device"].startswith("NVIDIA"):
+                    yield tables.asked(BARS["distributed", measure](rows))
         if rows := [row for row in run["rows"] if "1" in row.get("strong", {})]:
             yield "### Strong scaling\n"
             yield "The same tokens on one device, by its own kernel, and on more ranks; in brackets how many times as fast.\n"

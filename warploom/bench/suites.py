@@ -20,6 +20,7 @@ from warploom.bench.fp8 import fp8_cases
 from warploom.bench.harness import Call, Case, Comparison, first_line
 from warploom.bench.linear import linear_cases
 from warploom.bench.mask_cases import mask_cases
+from warploom.bench.patience import PATIENCE
 from warploom.bench.reference import LastDocument, one_head
 from warploom.bench.serving import serving_cases
 from warploom.bench.training import training_cases
@@ -168,10 +169,11 @@ def builds(case: Case, device: torch.device) -> Callable[[], None]:
     """Run everything of a case once, untimed: what it compiles is then in the caches on disk."""
 
     def once() -> None:
+        PATIENCE.begin()
         for _, comparison in case.build(device):
-            for call in comparison.calls.values():
+            for name, call in comparison.calls.items():
                 try:
-                    call()
+                    PATIENCE.first(name, call)
                 except Exception:  # a peer may fail in any way; the run itself records it
                     continue
 

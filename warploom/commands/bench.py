@@ -19,6 +19,7 @@ import torch
 from warploom.bench import mask_bars
 from warploom.bench.choice import SUITES, Choice
 from warploom.bench.harness import Case, Timer, against, environment, first_line, roofs, run_case
+from warploom.bench.patience import PATIENCE
 from warploom.bench.report import judged
 from warploom.bench.suites import builds, cases
 from warploom.commands.outputs import fitted, writable_file, writable_folder
@@ -38,10 +39,13 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--masks, --shapes and --passes choose among the masks suite's cases: warploom bench masks …")
     if options.budget is not None and not options.budget >= 0:
         raise ValueError(f"--budget must be a number of seconds from 0, got {options.budget}")
+    if options.peer_seconds is not None and not 0 < options.peer_seconds < math.inf:
+        raise ValueError(f"--peer-seconds must be a positive number of seconds, got {options.peer_seconds}")
     if options.device == "cuda" and not torch.cuda.is_available() and not options.list:
         raise ValueError("torch sees no CUDA device here; --device cpu --quick shows that the harness runs")
     if "distributed" in options.suite:
         return _on_ranks(options)
+    PATIENCE.seconds = options.peer_seconds
     device = torch.device(options.device)
     chosen = _cases(options, device)
     chosen = _named(chosen, options.only)
@@ -72,8 +76,8 @@ def _on_ranks(options: argparse.Namespace) -> int:
 
     if set(options.suite) != {"distributed"}:
         raise ValueError("the distributed suite runs alone, under torchrun: leave the other suites out")
-    if options.warm is not None or options.budget is not None:
-        raise ValueError("--warm and --budget are not for the distributed suite, whose ranks run the same cases together")
+    if options.warm is not None or options.budget is not None or options.peer_seconds is not None:
+        raise ValueError("--warm, --budget and --peer-seconds are not for the distributed suite, whose ranks go together")
     chosen = _named(distributed.distributed_cases(options.quick), options.only)
     if options.list:
         listed = [{"suite": "distributed", "case": case.name, **case.__dict__} for case in chosen]
@@ -81,6 +85,8 @@ def _on_ranks(options: argparse.Namespace) -> int:
         return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no CUDA device here; --device cpu --quick shows that the harness runs")
+    if options.only is None:
+        chosen = [case for case in chosen if not case.one_step]
     first = os.environ.get("RANK", "0") == "0"
     if options.out is not None and first:
         writable_file("--out", options.out)
@@ -94,8 +100,13 @@ def _on_ranks(options: argparse.Namespace) -> int:
             if first:
                 _write(found, options.out)
                 print(*([] if options.json else distributed.lines(row)), sep="\n", end="" if options.json else "\n", flush=True)
+    if first and device.type == "cuda":
+        found["bars"] = judged(found)
+        _write(found, options.out)
     if first and options.json:
         print(json.dumps(found))
+    elif first:
+        print(*(f"{_bar(bar)}\n" for bar in found.get("bars", ())), sep="", end="")
     torch.distributed.destroy_process_group()
     ours = [each for row in found["rows"] for name, each in row["contenders"].items() if name.startswith("warploom")]
     return int(any("wrong" in each for each in ours))
@@ -251,6 +262,7 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
 
 def _build_one(options: argparse.Namespace, name: str) -> str:
     """Why the case failed, or an empty string."""
+    PATIENCE.seconds = options.peer_seconds
     device = torch.device(options.device)
     case = next(case for case in _cases(options, device) if case.name == name)
     try:

@@ -84,13 +84,22 @@ def step_call(
             f"a step takes one token a sequence, got {call.q.shape[1]}; "
             "gated_delta_rule(..., state=state, return_state=True) takes several"
         )
-    shared = any(size > 1 and step == 0 for size, step in zip(state.shape, state.stride(), strict=True))
-    if inplace and (shared or call.state is not state):
+    if inplace and (_overlaps(state) or call.state is not state):
         raise ValueError(
             "with inplace=True the last dimension of state must be contiguous and no two elements share memory, got strides "
             f"{tuple(state.stride())}"
         )
     return call
+
+
+def _overlaps(t: Tensor) -> bool:
+    """Whether elements share memory, or might: a dimension steps no further than those of smaller steps reach."""
+    reach = 0
+    for step, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
 
 
 def numbers(scale: Any, eps: Any, dim: int) -> tuple[float, float]:

@@ -175,8 +175,9 @@ def _prepared(
     backward = False
     sharded = choice = args = whole_mask = None
     scale, softcap, sink, dropout_p, seed, deterministic, batch_invariant, return_lse, backend = options
+    given = seed is not None
     try:
-        if plan.group is not None and seed is None and dropout_p:
+        if plan.group is not None and not given and dropout_p:
             seed = torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=getattr(q, "device", None))
         args = _args(q, k, v, plan, _keywords(scale, softcap, sink, dropout_p, seed, deterministic, batch_invariant))
         arguments.flag("return_lse", return_lse)
@@ -186,7 +187,8 @@ def _prepared(
         # Without whether gradients are wanted, which one rank may want and another not: what is sent must not depend on it.
         kind = (
             *(args.q.shape[0], args.q.shape[2:], args.k.shape[2:], args.v.shape[3], args.q.dtype, args.q.device),
-            *(args.scale, args.softcap, args.sink is None, args.dropout_p, args.deterministic, args.batch_invariant, backend),
+            *(args.scale, args.softcap, args.sink is None, args.dropout_p, given if args.dropout_p else None),
+            *(args.deterministic, args.batch_invariant, backend),
             *(whole_mask.left, whole_mask.right, vectors),
         )
         found = plan.kept.get(kind)
@@ -202,7 +204,8 @@ def _prepared(
         error = raised
     compares = plan.group is not None and kind not in plan.kept and (error is None or not plan.kept)
     if compares:
-        groups.compared(plan.group, {} if error else _facts(args, sharded, backend, backward), error, "a call of attention()")
+        facts = {} if error else _facts(args, sharded, backend, backward, given)
+        groups.compared(plan.group, facts, error, "a call of attention()")
     if error is not None:
         raise error
     assert sharded is not None and choice is not None and args is not None
@@ -282,10 +285,14 @@ def _on(mask: ResolvedMask, device: torch.device) -> ResolvedMask:
     return ResolvedMask(mask.left, mask.right, *vectors)
 
 
-def _facts(args: AttentionArgs | None, sharded: Sharded | None, backend: str | None, backward: bool) -> dict[str, Any]:
-    """What ranks compare: everything of a call that must be the same on all."""
+def _facts(
+    args: AttentionArgs | None, sharded: Sharded | None, backend: str | None, backward: bool, seeded: bool
+) -> dict[str, Any]:
+    """What ranks compare: everything of a call that must be the same on all; ``seeded``: whether a dropout_seed was given."""
     assert args is not None and sharded is not None
     q, k, v = args.q, args.k, args.v
+    # One rank alone without a seed would wait for the others to send theirs. A seed on a device is waited for, once.
+    seed = int(args.dropout_seed) if args.dropout_p and seeded and args.dropout_seed is not None else None
     return {
         "batch of q": q.shape[0],
         "heads and head_dim of q": tuple(q.shape[2:]),
@@ -297,6 +304,7 @@ def _facts(args: AttentionArgs | None, sharded: Sharded | None, backend: str | N
         "softcap": args.softcap,
         "sink": "none" if args.sink is None else "one",
         "dropout_p": args.dropout_p,
+        "dropout_seed": seed,
         "deterministic": args.deterministic,
         "batch_invariant": args.batch_invariant,
         "backend": backend,

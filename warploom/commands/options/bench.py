@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
     parser.add_argument("--repeats", type=whole(1, 10**6), default=MOST, metavar="N", help=f"rounds at most; default: {MOST}")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no case that would end later")
+    parser.add_argument(
+        "--peer-seconds", type=float, metavar="SECONDS", help="leave out a peer whose first call, which compiles, takes longer"
+    )
     parser.add_argument("--warm", type=whole(1, 1024), metavar="JOBS", help="compile all cases in JOBS processes, time none")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the JSON here, case by case")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="for report: where performance.md goes; default: docs")
