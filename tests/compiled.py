@@ -11,13 +11,50 @@ import tempfile
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from tests.sm90.launch import Traced, read
 from warploom.runtime.module_worker import Worker
+
+
+class Compiler:
+    """A process that compiles into one folder; it lives as long as pytest's, since it takes seconds to start."""
+
+    _running: ClassVar[dict[Path, Compiler]] = {}
+
+    @classmethod
+    def of(cls, folder: Path, arch: str) -> Compiler:
+        """The folder's, which is started when it is first asked for."""
+        if folder not in cls._running:
+            cls._running[folder] = cls(folder, arch)
+        return cls._running[folder]
+
+    @classmethod
+    def close_all(cls) -> None:
+        while cls._running:
+            cls._running.popitem()[1].worker.close()
+
+    def __init__(self, folder: Path, arch: str) -> None:
+        self.folder = folder
+        self.dumps = Path(tempfile.mkdtemp(prefix="traced-", dir=folder))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WARPLOOM_CACHE", str(folder))
+            patch.setenv("WARPLOOM_KEEP_CUBIN", str(folder))
+            # The DSL names what it keeps after the kernel, not after the configuration.
+            patch.setenv("CUTE_DSL_KEEP", "ir")
+            patch.setenv("CUTE_DSL_DUMP_DIR", str(self.dumps))
+            self.worker = Worker(arch)
+
+    def build(self, config: Any) -> dict[str, int]:
+        """Compile one into the folder; RuntimeError with the compiler's message."""
+        for left in self.dumps.glob("*.mlir"):  # by one that did not compile
+            left.unlink()
+        facts = self.worker.build(config.spec)
+        (module,) = self.dumps.glob("*.mlir")
+        module.rename(self.folder / f"{config.name}.mlir")
+        return facts
 
 
 class Built:
@@ -32,7 +69,6 @@ class Built:
             shared = shared.parent  # each process has a folder of its own in the run's
         self.configs, self.arch, self.folder = configs, arch, shared / f"modules-{arch}"
         self.folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # a cache, whatever the umask
-        self.worker: Worker | None = None
 
     def traced(self, name: str, part: str = "kernel_cutlass_kernel") -> Traced:
         """A kernel, by what its name begins with, as it was traced and compiled."""
@@ -45,31 +81,8 @@ class Built:
         with open(self.folder / f"{config.name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not facts.exists():
-                facts.write_text(json.dumps(self.build(config)))
+                facts.write_text(json.dumps(Compiler.of(self.folder, self.arch).build(config)))
         return config, json.loads(facts.read_text()), self.folder / f"{config.name}.cubin"
-
-    def build(self, config: Any) -> dict[str, int]:
-        """Compile one into the folder; RuntimeError with the compiler's message."""
-        if self.worker is None:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("WARPLOOM_CACHE", str(self.folder))
-                patch.setenv("WARPLOOM_KEEP_CUBIN", str(self.folder))
-                # The DSL names what it keeps after the kernel, not after the configuration.
-                patch.setenv("CUTE_DSL_KEEP", "ir")
-                self.dumps = Path(tempfile.mkdtemp(prefix="traced-", dir=self.folder))
-                patch.setenv("CUTE_DSL_DUMP_DIR", str(self.dumps))
-                self.worker = Worker(self.arch)
-        facts = self.worker.build(config.spec)
-        (module,) = self.dumps.glob("*.mlir")
-        module.rename(self.folder / f"{config.name}.mlir")
-        return facts
-
-    def __enter__(self) -> Built:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self.worker is not None:
-            self.worker.close()
 
 
 def kernels_of(cubin: Path) -> dict[str, str]:
