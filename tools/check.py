@@ -28,6 +28,8 @@ def main(names: list[str]) -> int:
         "WARPLOOM_TEST_MODULES": os.path.abspath(".modules"),  # kernels that did not change are not compiled again
         **os.environ,
     }
+    # Each pytest that a test starts would compile and rewrite hypothesis and the tests' helpers anew.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     results: dict[str, tuple[int, float]] = {}
     for name in names or CHECKS:
         print(f"== {name}: {' '.join(CHECKS[name])}", flush=True)
