@@ -64,5 +64,5 @@ release-check: dev
 	@$(PY) tools/release_check.py $(ARGS)
 
 clean:
-	rm -rf .venv build dist site demo-out fuzz-failures *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site demo-out fuzz-failures *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .modules
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.compiled import Compiler
 from warploom.runtime import dispatch
 
 settings.register_profile(
@@ -35,6 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of processes that tests start
         torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First what takes a minute or two, so that no process is left with it while the others have nothing to do."""
+    items.sort(key=lambda item: "test_under_the_interpreter" not in item.nodeid)
+
+
+def pytest_sessionfinish() -> None:
+    Compiler.close_all()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

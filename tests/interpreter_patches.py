@@ -20,6 +20,7 @@ def apply() -> None:
     _replace_once(language, interpreter)
     _describe_when_asked(language)
     _remember_dtypes(language, interpreter)
+    _spare_checks(language, interpreter)
     # Not told to debug, the interpreter computes overflow checks and throws them away.
     options = interpreter.interpreter_builder.options
     if not options.debug:
@@ -120,6 +121,37 @@ def _remember_dtypes(language: Any, interpreter: Any) -> None:
         return found[element.name]
 
     interpreter._get_np_dtype = of
+
+
+def _spare_checks(language: Any, interpreter: Any) -> None:
+    """Two tensors of one type and one shape are what an operation takes: half of all operands are."""
+    semantic = type(interpreter.interpreter_semantic)
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    tensor, stays = language.tensor, {}
+
+    def stay(self: Any, dtype: Any, div_or_mod: bool) -> bool:
+        """Whether two tensors of this type are computed with in it."""
+        key = dtype.name, div_or_mod
+        if key not in stays:
+            stays[key] = not dtype.is_ptr() and self.computation_type_impl(dtype, False, dtype, False, div_or_mod) == dtype
+        return stays[key]
+
+    def checked(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> Any:  # fmt: skip
+        alike = type(lhs) is tensor and type(rhs) is tensor and lhs.dtype.name == rhs.dtype.name
+        if alike and stay(self, lhs.dtype, div_or_mod):
+            return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def spread(self: Any, lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        if a.is_block() and b.is_block() and a.extents is b.extents:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = checked, spread
 
 
 def _describe_when_asked(language: Any) -> None:

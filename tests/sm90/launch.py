@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class Traced:
         return found
 
 
+@lru_cache(maxsize=8)  # tests of a kernel follow each other
 def read(module: Path, text: Path, part: str = "kernel_cutlass_kernel") -> Traced:
     """The kernel whose name begins with ``part``, from the MLIR and the PTX that a compilation has kept."""
     kernel = next(k for k in ptx.kernels(text.read_text()) if k.name.startswith(part))

@@ -6,7 +6,6 @@ Of head_dim 256 the blocks of a cluster exchange dS.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -29,9 +28,8 @@ HARMLESS = "no named barrier", "another named barrier", "threads", "no wait"
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    with Built(BACKWARD, "sm_90a", tmp_path_factory) as built:
-        yield built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(BACKWARD, "sm_90a", tmp_path_factory)
 
 
 def multiplied(machine: Machine, left: str, right: str) -> list[tuple[int, tuple[int, ...]]]:

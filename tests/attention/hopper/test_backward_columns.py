@@ -9,7 +9,6 @@ import math
 import random
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -177,9 +176,8 @@ class Turning(Agreeing):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    with Built(COLUMNS, "sm_90a", tmp_path_factory) as built:
-        yield built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(COLUMNS, "sm_90a", tmp_path_factory)
 
 
 def masked(name: str, heads: int, seed: int) -> tuple[Any, Tensor, dict[str, int]]:

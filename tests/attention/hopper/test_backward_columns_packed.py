@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -88,9 +87,8 @@ class Recording(Turning):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    with Built(RESOURCES, "sm_90a", tmp_path_factory) as built:
-        yield built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(RESOURCES, "sm_90a", tmp_path_factory)
 
 
 class Problem:

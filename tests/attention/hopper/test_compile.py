@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -46,9 +45,8 @@ CORE = {
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    with Built(CORE, "sm_90a", tmp_path_factory) as built:
-        yield built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(CORE, "sm_90a", tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -116,9 +114,8 @@ BACKWARD = {
 
 
 @pytest.fixture(scope="module")
-def built_backward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    with Built(BACKWARD, "sm_90a", tmp_path_factory) as built:
-        yield built
+def built_backward(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(BACKWARD, "sm_90a", tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", BACKWARD)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -43,9 +42,8 @@ LEFT = 90  # of the window
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    with Built(CORE, "sm_90a", tmp_path_factory) as built:
-        yield built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(CORE, "sm_90a", tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", CORE)

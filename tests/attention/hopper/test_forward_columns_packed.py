@@ -6,7 +6,6 @@ Which tiles they multiply, the bits of partial ones, which values they clear, an
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -55,9 +54,8 @@ HEADS, OUT, LSE = 2, 4 << 32, 5 << 32  # addresses of the results
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    with Built(CORE | FULL_HOUSE, "sm_90a", tmp_path_factory) as built:
-        yield built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(CORE | FULL_HOUSE, "sm_90a", tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", [*CORE, *FULL_HOUSE])

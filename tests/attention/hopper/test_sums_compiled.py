@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -37,9 +36,8 @@ LOOPS = 2  # of tiles that are seen whole, and of others
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    with Built(CORE, "sm_90a", tmp_path_factory) as built:
-        yield built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(CORE, "sm_90a", tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", CORE)

@@ -23,6 +23,7 @@ def test_queries_in_fp32() -> None:
     Fp8Pages(random.randrange(2**31), dtype=torch.float32, **CASES["token, pages of 8"]).check("triton")
 
 
+@pytest.mark.usefixtures("products_in_order")
 def test_one_set_of_bits() -> None:
     same_bits("triton", torch.float16, 170, chunks=True)
 

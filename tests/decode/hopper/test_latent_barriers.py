@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -31,9 +30,8 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    with Built(CORE, "sm_90a", tmp_path_factory) as built:
-        yield built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(CORE, "sm_90a", tmp_path_factory)
 
 
 def problem(traced: Traced, lengths: list[int], blocks: int, blocks_log: int = 0, queries: int = 1, left: int = FAR) -> Launch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,9 +22,8 @@ WALK = "kernel_cutlass_kernel_warploomdeltahopperwalkWalk"
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
-    with Built(CORE, "sm_90a", tmp_path_factory) as built:
-        yield built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return Built(CORE, "sm_90a", tmp_path_factory)
 
 
 def walk(traced: Traced, chunks: int) -> Launch:
