@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.kernels.cute.basics import WARP, WARPGROUP
+from warploom.kernels.cute.basics import WARPGROUP
 from warploom.kernels.cute.rings import Mbarriers, init_rings, meet
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load, tma_store
 from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
@@ -107,8 +107,8 @@ class Walk(Producer, Consumers, Sums, Logs):
                 readers = 4 * (1 + groups)  # warps
                 ring_a = shared.a_full, shared.a_empty, readers * self.config.in_step
                 ring_b = shared.b_full, shared.b_empty, readers * self.config.cluster
-                if const_expr(self.config.sums_logs):  # the warp that sums fills stages of a too
-                    init_rings(self.config.stages, ring_a, loads=1 + WARP)
+                if const_expr(self.config.sums_logs):  # who sums fills stages of a too
+                    init_rings(self.config.stages, ring_a, loads=2)
                     init_rings(self.config.stages, ring_b)
                 else:
                     init_rings(self.config.stages, ring_a, ring_b)

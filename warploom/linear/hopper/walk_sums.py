@@ -13,7 +13,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from warploom.kernels.cute.basics import WARP
 from warploom.kernels.cute.instructions import assembly, store_shared
-from warploom.kernels.cute.rings import advance
+from warploom.kernels.cute.rings import advance, release
 from warploom.linear.hopper.walk_base import WalkBase
 from warploom.linear.hopper.walk_consumers import held
 from warploom.linear.hopper.walk_terms import pick
@@ -61,7 +61,8 @@ class Sums(WalkBase):
             for i in cutlass.range_constexpr(2):
                 total = (pair[i] * math.log2(math.e)).to(Float32)
                 store_shared(shared.logs + stage * (4 * config.chunk) + 4 * lane, 4 * WARP * i, [total])
-            cute.arch.mbarrier_arrive(shared.a_full + stage)  # each lane for what it wrote
+            cute.arch.sync_warp()
+            release(shared.a_full + stage)
             stage, phase = advance(stage, phase, config.stages)
 
     @cute.jit
