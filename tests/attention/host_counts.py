@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import warploom
 from tools.frozen.pretend import Recorder, described, hopper
@@ -19,7 +21,7 @@ from warploom import masks
 from warploom.attention import api
 from warploom.attention import caches as caches_of
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK, prepared_bounds
-from warploom.bias import Relative
+from warploom.bias import ALiBi, Key, Relative
 from warploom.fp8 import quantize
 from warploom.runtime.likeness import like
 
@@ -386,6 +388,42 @@ def check_tables() -> None:
         assert launched_kinds(recorder) == ["attn_fwd", "attn_bwd"], recorder.launches
 
 
+class Largest(TorchDispatchMode):
+    """The most elements that one op has made room for."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.elements = max([self.elements, *(t.numel() for t in tree_leaves(found) if isinstance(t, Tensor))])
+        return found
+
+
+def check_bias_memory() -> None:
+    """No tensor of a value a pair of a query and a key is made, but for the gradient of a bias that is one."""
+    seqlen = 2048
+    with hopper(Recorder()) as fresh:
+        fresh()
+        q, k, v = (torch.randn(2, seqlen, heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
+        upstream, matrix = torch.ones_like(q), torch.randn(1, 1, seqlen, seqlen)
+        leaves: list[tuple[Tensor, Callable[[Tensor], Any]]] = [
+            (torch.rand(4), ALiBi),
+            (torch.rand(2, 4), ALiBi),
+            (torch.randn(4, 2 * seqlen - 1), Relative),
+            (torch.randn(4, 32), lambda t: Relative(t, 128, buckets="t5")),
+            (torch.randn(2, 4, seqlen), Key),
+            (matrix, lambda t: t),
+        ]
+        for backend, (leaf, build), gradient in product((None, "triton"), leaves, (False, True)):
+            leaf = leaf.detach().requires_grad_(gradient)
+            with Largest() as largest:
+                out = warploom.attention(q, k, v, bias=build(leaf), causal=True, backend=backend)
+                torch.autograd.grad(out, (q, k, v, leaf) if gradient else (q, k, v), upstream)
+            made = matrix.numel() if gradient and leaf.ndim == 4 else seqlen * seqlen - 1
+            assert q.numel() <= largest.elements <= made, (backend, build, gradient, largest.elements)
+
+
 def check_handed_on() -> None:
     """What numbers of a call decide, explain() says too, and prepare() makes ready who runs it."""
     recorder = Recorder()
@@ -418,6 +456,7 @@ def check_handed_on() -> None:
 
 if __name__ == "__main__":
     check_tables()
+    check_bias_memory()
     check_handed_on()
     check_fp8()
     check_packed("hopper", ["packed_bounds_kernel"], ["attn_fwd"])

@@ -160,6 +160,8 @@ def test_lists_without_a_device(capsys: pytest.CaptureFixture) -> None:
         assert any(re.fullmatch(re.escape(name) + r"  \(\d+ s\)", line) for line in names), name
     for line, count in zip(names[-2:], ("56 cases of the masks", "67 cases of the decode"), strict=True):
         assert line.startswith("about ") and count in line
+    assert main(["bench", "training", "--list"]) == 0
+    assert capsys.readouterr().out.startswith("training 4 layers")
     assert main(["bench", "--list", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 18 + 16 + 5
 

@@ -121,7 +121,8 @@ def _cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
 def _names(chosen: list[Case]) -> str:
     """A line a case, with the seconds it takes where somebody reckoned, and a line a suite with their sum."""
     lines = [
-        f"{case.suite:<8}{case.name}" + ("" if case.seconds is None else f"  ({max(case.seconds, 1):.0f} s)") for case in chosen
+        f"{case.suite:<7} {case.name}" + ("" if case.seconds is None else f"  ({max(case.seconds, 1):.0f} s)")
+        for case in chosen
     ]
     for suite in dict.fromkeys(case.suite for case in chosen if case.seconds is not None):
         seconds = [case.seconds for case in chosen if case.suite == suite and case.seconds is not None]
