@@ -187,9 +187,10 @@ def _devices(runs: Mapping[str, Run], images: dict[str, str]) -> Iterator[str]:
             yield title
         titles.add(title)
         title = _title(suite, measure, name, runs[name])
-        again = f", {summary.machine(runs[name])}" if suite + title in titles else ""
-        again = f", {Path(name).stem}" if suite + title + again in titles and again else again
-        titles.add(suite + title + again)
+        where, again = summary.machine(runs[name]), ""
+        if suite + title in titles:  # told apart by machines, if these differ
+            again = f", {Path(name).stem}" if suite + title + where in titles else f", {where}"
+        titles |= {suite + title, suite + title + where}
         yield f"### {title}{again}\n"
         yield from _measure(title, name, runs[name], found[key], images)
         yield from _missing(runs[name]) if name not in told else ()
