@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
-import time
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -150,11 +150,16 @@ def test_an_installed_package_told_the_commit_of_another_project(tmp_path: Path)
 def test_a_peer_that_takes_too_long_is_left_out_and_ours_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its backward pass too, which torch might run in a thread that no signal reaches; and it is not asked twice in a case."""
     asked: list[str] = []
+    unlimited = signal.getsignal(signal.SIGALRM)
 
     def slow(name: str) -> None:
+        """What takes longer than the limit: its alarm goes off here, and not by the clock."""
         asked.append(name)
-        for _ in range(500):
-            time.sleep(0.01)
+        assert signal.getsignal(signal.SIGALRM) is not unlimited and threading.current_thread() is threading.main_thread()
+        signal.raise_signal(signal.SIGALRM)
+
+    def ours() -> None:
+        assert signal.getsignal(signal.SIGALRM) is unlimited
 
     class Slow(torch.autograd.Function):
         @staticmethod
@@ -168,7 +173,7 @@ def test_a_peer_that_takes_too_long_is_left_out_and_ours_is_timed(monkeypatch: p
 
     leaf = torch.zeros(1, requires_grad=True)
     calls = {
-        "warploom": lambda: time.sleep(0.3),  # no limit is for ours
+        "warploom": ours,
         "peer": lambda: slow("forward"),
         "another": lambda: torch.autograd.grad(Slow.apply(leaf), leaf),
         "quick": lambda: None,
@@ -178,15 +183,14 @@ def test_a_peer_that_takes_too_long_is_left_out_and_ours_is_timed(monkeypatch: p
         for measure in ("forward", "backward"):
             yield measure, Comparison(dict(calls), lambda _: 0.0)
 
-    monkeypatch.setattr(PATIENCE, "seconds", 0.1)
-    begun = time.perf_counter()
+    monkeypatch.setattr(PATIENCE, "seconds", 3600.0)
     rows = list(run_case(Case("suite", "case", {}, build), Timer(CPU, seconds=0.0)))
-    assert time.perf_counter() - begun < 10 and asked == ["forward", "backward"]
+    assert asked == ["forward", "backward"]
     for row, why in zip(rows, ("its first call took", "took"), strict=True):
         found = row["contenders"]
-        assert all("ms" in found[name] for name in ("warploom", "quick"))
+        assert all("ms" in found[name] for name in ("warploom", "quick")), found
         for name in ("peer", "another"):
-            assert f"{why} more than the 0.1 s of --peer-seconds" in found[name]["refused"]
+            assert f"{why} more than the 3600 s of --peer-seconds" in found[name]["refused"]
     list(run_case(Case("suite", "another case", {}, build), Timer(CPU, seconds=0.0)))
     assert asked == ["forward", "backward"] * 2
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0

@@ -1,17 +1,15 @@
 """Sharded calls on GPUs, a process each, over NCCL: drawn ones against one device's model.
 
 The same ones each time, so that `python -m tests.gpu_modules --cache FOLDER tests/distributed/test_gpu_ranks.py` builds what
-they load. A few worlds run side by side, each on cores of its own, and say after each call how long it took (`pytest -s`).
+they load. A few worlds run side by side, each on cores of its own, and say each call as it ends (`pytest -s`).
 `python -m tests.distributed.drawn` draws others.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,7 +22,6 @@ ROOT = Path(__file__).parents[2]
 
 
 CALLS, SEED, MOST_WORLDS = 24, 2311, 3
-MOST_SECONDS = 240.0  # of all of them
 
 
 def test_drawn_calls() -> None:
@@ -42,14 +39,7 @@ def run(ranks: int, calls: int, seed: int) -> None:
     running = []
     for first, past in pairwise(cuts):
         more = [str(past - first), str(seed + first), "--device", "cuda"]
-        running.append(subprocess.Popen([*command, *more], cwd=ROOT, start_new_session=True))
-    until, late = time.monotonic() + MOST_SECONDS, False
+        running.append(subprocess.Popen([*command, *more], cwd=ROOT))
     for world in running:
-        try:
-            world.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            late = True
-            os.killpg(world.pid, signal.SIGKILL)  # the ranks that it has forked too
-            world.wait()
-    assert not late, f"no end after {MOST_SECONDS:g} s; what the worlds had said is above"
+        world.wait()
     assert not any(world.returncode for world in running), "what the worlds said is above"

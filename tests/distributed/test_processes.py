@@ -45,12 +45,12 @@ def test_case(world: int, name: str, folders: dict[int, Path]) -> None:
 def test_a_rank_that_hangs(method: str) -> None:
     """Where no connection closes, the others end with the group's timeout."""
     command = [sys.executable, "-m", "tests.distributed.stuck", method]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_eight_processes() -> None:
     seed = random.randrange(2**31)
     command = [sys.executable, "-m", "tests.distributed.drawn", "8", "6", str(seed)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"seed {seed}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
