@@ -33,7 +33,7 @@ from warploom.bench.decode_shapes import (
     in_pages,
     latent_inputs,
 )
-from warploom.bench.harness import Call, Case, Comparison, Own, first_line, host, in_a_row, wall
+from warploom.bench.harness import Call, Case, Comparison, Own, host, in_a_row, wall
 from warploom.bench.prefill import prefill_cases
 from warploom.bench.reference import one_head
 from warploom.masks import Causal
@@ -155,17 +155,7 @@ def _add_flashinfer(calls: dict[str, Call], refused: dict[str, str], q: Tensor, 
         makers["FlashInfer"] = lambda: flashinfer_peer.batch_decode(q, pages, False)
         makers["FlashInfer, tensor cores"] = lambda: flashinfer_peer.batch_decode(q, pages, True)
     for name, make in makers.items():
-        add_peer(calls, refused, name, make)
-
-
-def add_peer(calls: dict[str, Call], refused: dict[str, str], name: str, make: Callable[[], Call]) -> None:
-    """A peer's call, or why there is none."""
-    try:
-        calls[name] = make()
-    except peers.NotHere as why:
-        refused[name] = str(why)
-    except Exception as error:  # a peer may fail in any way
-        refused[name] = first_line(error)
+        peers.add_peer(calls, refused, name, make)
 
 
 def _build_ragged(shape: Shape, device: torch.device) -> Iterator[tuple[str, Comparison]]:
@@ -227,7 +217,7 @@ def _build_latent(shape: Shape, latent: int, page_size: int, device: torch.devic
     }
     refused: dict[str, str] = {}
     if device.type == "cuda":
-        add_peer(calls, refused, "FlashInfer", lambda: flashinfer_peer.latent_decode(q, pages, LATENT_SCALE))
+        peers.add_peer(calls, refused, "FlashInfer", lambda: flashinfer_peer.latent_decode(q, pages, LATENT_SCALE))
     amount = float(cache.k.numel() * cache.k.element_size())
     flops = 2.0 * shape.batch * shape.heads * shape.keys * (shape.head_dim + latent)
     judge = partial(check, q, cache, scale=LATENT_SCALE)
@@ -270,8 +260,8 @@ def _build_prefill(shape: Shape, device: torch.device) -> Iterator[tuple[str, Co
     refused: dict[str, str] = {}
     if device.type == "cuda":
         calls |= _torchs(q, cache)
-        add_peer(calls, refused, "FA4", lambda: partial(peers.flash_attention_4(True), q, cache.k, cache.v))
-        add_peer(calls, refused, "FlashInfer", lambda: flashinfer_peer.paged_prefill(q, pages))
+        peers.add_peer(calls, refused, "FA4", lambda: partial(peers.flash_attention_4(True), q, cache.k, cache.v))
+        peers.add_peer(calls, refused, "FlashInfer", lambda: flashinfer_peer.paged_prefill(q, pages))
     mask = Causal()
     want = one_head(q, cache.k, cache.v, mask.resolve(shape.queries, shape.keys, q.device), None)
     visible = shape.queries * (shape.keys - (shape.queries - 1) / 2)

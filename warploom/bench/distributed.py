@@ -82,7 +82,9 @@ def begin(device: str) -> torch.device:
 
     Raises:
         ValueError: there are fewer devices than processes on this host.
+        ImportError: NumPy is not installed, by which torch.distributed sends what ranks tell each other.
     """
+    groups.needs_numpy()
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "cuda" and local >= torch.cuda.device_count():
         raise ValueError(f"there are {torch.cuda.device_count()} CUDA devices, and torchrun started process {local} here")
@@ -304,7 +306,6 @@ def _call(parts: Parts, inputs: list[Tensor], measure: str) -> Call:
 
 def _agreed(why: tuple[str, str] | None) -> tuple[str, str] | None:
     """Why a contender is left out, as the first rank has it that leaves it out: then all do."""
-    groups.needs_numpy()
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, why)
     return next((each for each in told if each is not None), None)

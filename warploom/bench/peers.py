@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.bench.harness import first_line
+from warploom.bench.harness import Call, first_line
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -28,6 +28,16 @@ def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 class NotHere(Exception):
     """A peer that this machine or call lacks; the message says why."""
+
+
+def add_peer(calls: dict[str, Call], refused: dict[str, str], name: str, make: Callable[[], Call]) -> None:
+    """A peer's call, or why there is none."""
+    try:
+        calls[name] = make()
+    except NotHere as why:
+        refused[name] = str(why)
+    except Exception as error:  # a peer may fail in any way
+        refused[name] = first_line(error)
 
 
 def sdpa(backend: str, causal: bool, mask: Any = None) -> Attention:

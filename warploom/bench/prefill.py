@@ -12,7 +12,7 @@ import warploom
 from warploom.bench import peers
 from warploom.bench.calls import Shape
 from warploom.bench.captured import captured
-from warploom.bench.harness import Call, Case, Comparison, first_line
+from warploom.bench.harness import Call, Case, Comparison
 from warploom.bench.reference import one_head
 from warploom.masks import Causal, Full
 
@@ -62,12 +62,7 @@ def build_short(shape: Crossed, device: torch.device) -> Iterator[tuple[str, Com
     refused: dict[str, str] = {}
     if device.type == "cuda":
         calls |= {name: partial(peers.sdpa(name, False), q, k, v) for name in ("cuDNN", "FA2")}
-        try:
-            calls["FA4"] = partial(peers.flash_attention_4(False), q, k, v)
-        except peers.NotHere as why:
-            refused["FA4"] = str(why)
-        except Exception as error:  # a peer may fail in any way
-            refused["FA4"] = first_line(error)
+        peers.add_peer(calls, refused, "FA4", lambda: partial(peers.flash_attention_4(False), q, k, v))
     want = one_head(q, k, v, Full().resolve(shape.queries, shape.keys, q.device), None)
     flops = 4.0 * shape.batch * shape.heads * shape.queries * shape.keys * shape.head_dim
     with torch.no_grad():
