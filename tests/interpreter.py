@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +17,19 @@ from tests import interpreter_patches
 ROOT = Path(__file__).parents[1]
 
 
-def run_interpreted(*paths: Path) -> str:
-    """Run pytest over ``paths`` under the interpreter; AssertionError shows its output, the output is returned."""
+def run_interpreted(*paths: Path) -> None:
+    """Run pytest over ``paths`` under the interpreter; AssertionError with its output unless all pass and none is skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, paths)]
-    # Callers read the summary, which options from outside (--durations, -v) would lengthen by names of tests.
+    # The summary is read, which options from outside (--durations, -v) would lengthen by names of tests.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+
+
+def check_groups(folder: Path, groups: Mapping[str, Sequence[str]]) -> None:
+    """AssertionError where a file of interpreted tests is in no group of them, or in two."""
+    assert sorted(file for files in groups.values() for file in files) == sorted(path.name for path in folder.glob("test_*.py"))
 
 
 @pytest.fixture(autouse=True)
