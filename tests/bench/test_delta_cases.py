@@ -9,7 +9,8 @@ import torch
 
 from tests.bench import fake_fla
 from warploom.bench import decay, delta
-from warploom.bench.harness import Call, Case, Timer, compare, run_case
+from warploom.bench.harness import Call, Case, Timer, against, compare, run_case
+from warploom.bench.patience import PATIENCE
 from warploom.bench.recurrence import last_key_head
 
 CPU = torch.device("cpu")
@@ -54,6 +55,22 @@ def test_decays_beside_the_plain_call_and_fla(monkeypatch: pytest.MonkeyPatch) -
     assert list(found) == [f"{each}, {kind}" for kind in (decay.A_HEAD, decay.A_TOKEN) for each in ("forward", "backward")]
     for row in found.values():
         assert timed(row) == {"warploom", decay.PLAIN, decay.PEER, "copy"}, row
+
+
+def test_a_peer_that_nobody_asked_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a forward pass that a backward pass needs either: each would be compiled, which takes fla most of a minute."""
+    fake_fla.install(monkeypatch)
+
+    def called(*_: Any, **__: Any) -> Any:
+        raise AssertionError("fla was called")
+
+    for module, name in (("gated_delta_rule", "chunk_gated_delta_rule"), ("simple_gla", "chunk_simple_gla")):
+        monkeypatch.setattr(fake_fla.sys.modules[f"fla.ops.{module}"], name, called)
+    monkeypatch.setattr(PATIENCE, "peers", ["copy"])
+    found = rows([against(case, ["copy"]) for case in (*delta.delta_cases(quick=True), *decay.decay_cases(quick=True))])
+    assert len(found) == 7
+    for row in found.values():
+        assert timed(row) == set(row["contenders"]) and not any("fla" in name for name in timed(row)), row
 
 
 def test_without_fla_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:

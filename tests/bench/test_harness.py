@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from warploom.bench import harness
+from warploom.bench import captured, harness
 from warploom.bench.harness import Case, Comparison, Own, Timer, WrongResult, compare, run_case
 from warploom.bench.patience import PATIENCE
 
@@ -145,6 +145,14 @@ def test_an_installed_package_told_the_commit_of_another_project(tmp_path: Path)
     packages.mkdir()
     assert harness._commit(packages) is None
     assert re.fullmatch(r"[0-9a-f]{7,}", harness._commit(tmp_path) or "")
+
+
+def test_graphs_of_peers_that_nobody_asked_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "capture", lambda call: call)
+    calls = {"warploom": lambda: None, "warploom, paged": lambda: None, "peer": lambda: None, "another": lambda: None}
+    for peers, want in ((None, set(calls)), (["peer"], set(calls) - {"another"}), ([], {"warploom", "warploom, paged"})):
+        monkeypatch.setattr(PATIENCE, "peers", peers)
+        assert set(captured.captured(dict(calls), right, torch.device("cuda")).calls) == want
 
 
 def test_a_peer_that_takes_too_long_is_left_out_and_ours_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

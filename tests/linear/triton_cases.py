@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.linear.triton_model import Results, results
+from tests.linear.triton_model import Results, decay_of_heads, results
 from warploom.attention.judge import judge
 from warploom.linear import triton
 from warploom.linear.problem import LinearCall
@@ -145,7 +145,8 @@ def check(case: Case, *, gradients_of_state: bool = True) -> None:
     given = (ds, dz) if gradients_of_state else (None, None)
     truth, model = (results(call, dout, *given, exact=exact) for exact in (True, False))
     if call.decay is not None and call.decay.ndim == 1:
-        truth, model = (r._replace(ddecay=r.ddecay.sum((0, 1), keepdim=True)) for r in (truth, model))
+        expected = (t[None, None] for t in decay_of_heads(call, dout, *given))
+        truth, model = (r._replace(ddecay=t) for r, t in zip((truth, model), expected, strict=True))
     for name, t in computed(call, dout, *given).items():
         verdict = judge(name, t, getattr(truth, name), getattr(model, name), case.dtype)
         assert verdict.passed, f"{verdict}\n{case}"

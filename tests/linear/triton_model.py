@@ -19,6 +19,8 @@ from warploom.linear.feature_maps import NAMED
 from warploom.linear.problem import LinearCall
 
 CHUNK = 64
+# Chunks of other correct kernels, see `decay_of_heads`.
+CHUNKS = (16, 32, 64, 96, 128)
 
 
 class Results(NamedTuple):
@@ -61,12 +63,12 @@ def _tf32(t: Tensor) -> Tensor:
     return (t.view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
-def results(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, *, exact: bool) -> Results:
+def results(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, *, exact: bool, chunk: int = CHUNK) -> Results:
     """Forward and backward of a call; contents of lengths and cu_seqlens are read."""
     if c.cu_seqlens is not None:
-        return _packed(c, dout, ds, dz, exact)
+        return _packed(c, dout, ds, dz, exact, chunk)
     if c.lengths is not None:
-        return _padded(c, dout, ds, dz, exact)
+        return _padded(c, dout, ds, dz, exact, chunk)
     dtype = c.v.dtype
     r = Rounding(torch.float64, torch.float64) if exact else Rounding(torch.promote_types(dtype, torch.float32), dtype)
     group = c.q.shape[2] // c.k.shape[2]
@@ -85,7 +87,7 @@ def results(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, *
     last_ds = zeros if ds is None else ds.to(r.wide).repeat_interleave(group, 1) / group
     last_dz = zeros[..., 0] if dz is None else dz.to(r.wide).repeat_interleave(group, 1) / group
 
-    spans = [slice(t, t + CHUNK) for t in range(0, max(rows, keys), CHUNK)]
+    spans = [slice(t, t + chunk) for t in range(0, max(rows, keys), chunk)]
     # fp64 in the model too: kernels keep these sums in two numbers.
     logs = q.new_zeros((batch, heads, max(rows, keys)), dtype=torch.float64)
     if c.decay is not None:
@@ -186,7 +188,18 @@ def results(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, *
     )
 
 
-def _padded(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, exact: bool) -> Results:
+def decay_of_heads(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradient of one log a head, (heads,): exact, and with the error expected of a correct kernel.
+
+    One number a head sums the errors of all tokens, which may cancel by luck, so that kernels of another chunk err by
+    several times as much. The largest error of `CHUNKS` stands for all.
+    """
+    exact = results(c, dout, ds, dz, exact=True).ddecay.double().sum((0, 1))
+    errors = [results(c, dout, ds, dz, exact=False, chunk=chunk).ddecay.double().sum((0, 1)) - exact for chunk in CHUNKS]
+    return exact, exact + torch.stack(errors).abs().amax(0)
+
+
+def _padded(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, exact: bool, chunk: int) -> Results:
     """Each sequence without its padding; gradients of padding are 0."""
     assert c.lengths is not None
     parts = []
@@ -195,14 +208,14 @@ def _padded(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, e
         decay = c.decay if c.decay is None or c.decay.ndim == 1 else c.decay[i : i + 1, :length]
         kv = {"k": c.k[i : i + 1, :length], "v": c.v[i : i + 1, :length], "decay": decay}
         lone = replace(c, q=c.q[i : i + 1], **kv, lengths=None, s=one[0], z=one[1])
-        got = results(lone, dout[i : i + 1], one[2], one[3], exact=exact)
+        got = results(lone, dout[i : i + 1], one[2], one[3], exact=exact, chunk=chunk)
         pad = (0, 0, 0, 0, 0, c.k.shape[1] - length)
         padded = {name: torch.nn.functional.pad(getattr(got, name), pad) for name in ("dk", "dv")}
         parts.append(got._replace(**padded, ddecay=torch.nn.functional.pad(got.ddecay, pad[2:])))
     return Results(*[torch.cat(ts) for ts in zip(*parts, strict=True)])
 
 
-def _packed(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, exact: bool) -> Results:
+def _packed(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, exact: bool, chunk: int) -> Results:
     """Each sequence alone; tokens past the last one have out 0, norm 1 and no gradient."""
     assert c.cu_seqlens is not None
     cu = c.cu_seqlens.tolist()
@@ -213,7 +226,7 @@ def _packed(c: LinearCall, dout: Tensor, ds: Tensor | None, dz: Tensor | None, e
         if c.decay is not None and c.decay.ndim == 3:
             qkv["decay"] = c.decay[:, start:stop]
         lone = replace(c, **qkv, cu_seqlens=None, s=one[0], z=one[1])
-        parts.append(results(lone, dout[:, start:stop], one[2], one[3], exact=exact))
+        parts.append(results(lone, dout[:, start:stop], one[2], one[3], exact=exact, chunk=chunk))
     rest = c.q.shape[1] - cu[-1]
     joined = []
     for name, ts in zip(Results._fields, zip(*parts, strict=True), strict=True):

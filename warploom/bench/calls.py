@@ -12,6 +12,7 @@ from torch import Tensor
 
 from warploom.bench import peers
 from warploom.bench.harness import Call, Comparison, first_line
+from warploom.bench.patience import PATIENCE
 from warploom.bench.reference import OneHead, one_head
 from warploom.masks import Mask
 
@@ -81,7 +82,7 @@ def backward(
     refused = dict(refused)
     for name, attend in contenders.items():
         try:
-            calls[name] = gradients(attend, inputs)
+            calls[name] = PATIENCE.first(name, partial(gradients, attend, inputs))
         except Exception as error:  # a peer may fail in any way
             refused[name] = first_line(error)
     return Comparison(calls, want.check_gradients, 2.5 * flops, None, refused, more=more)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from warploom.bench.harness import Call, Comparison, first_line
+from warploom.bench.patience import PATIENCE
 
 
 def capture(call: Call) -> Call:
@@ -33,12 +34,17 @@ def captured(
     refused: dict[str, str] | None = None,
     **more: Any,
 ) -> Comparison:
-    """The comparison of these calls, each a graph of its own on a GPU; one that cannot be captured is refused in its words."""
+    """The comparison of these calls, each a graph of its own on a GPU.
+
+    One that cannot be captured is refused in its words; a peer that the run does not ask is left out.
+    """
     refused = dict(refused or {})
     if device.type != "cuda":
         return Comparison(calls, check, refused=refused, **more)
     graphs: dict[str, Call] = {}
     for name, call in calls.items():
+        if not PATIENCE.asks(name):
+            continue
         try:
             graphs[name] = capture(call)
         except Exception as error:  # a peer may fail in any way

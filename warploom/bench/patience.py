@@ -1,10 +1,13 @@
-"""A limit for peers' first calls, which compile: one that takes longer is left out, and the others are timed all the same."""
+"""Which peers are asked, and for how long: one that nobody asked for is not called, since a first call compiles.
+
+One that takes longer than the limit is left out, and the others are timed all the same.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +20,20 @@ class TooLong(Exception):
     """A peer's first call was ended."""
 
 
+class NotAsked(Exception):
+    """A peer that --peers leaves out."""
+
+
 class Patience:
-    """How long a peer's first calls may take in a case.
+    """Which peers a run asks, and how long their first calls may take in a case.
 
     Attributes:
+        peers: their names; None: all.
         seconds: of one call; None: any number.
     """
 
     def __init__(self) -> None:
+        self.peers: Collection[str] | None = None
         self.seconds: float | None = None
         self._given_up: set[str] = set()
 
@@ -32,8 +41,19 @@ class Patience:
         """A new case: peers that took too long in the last one are asked again."""
         self._given_up.clear()
 
+    def asks(self, name: str) -> bool:
+        """Whether a contender is ours or a peer that the run asks."""
+        return name.startswith(OURS) or self.peers is None or name in self.peers
+
     def first(self, name: str, call: Callable[[], Any]) -> Any:
-        """What a contender's first call returns; TooLong where a peer's takes longer, and at once when it is asked again."""
+        """What a contender's first call returns.
+
+        Raises:
+            NotAsked: the run does not ask this peer; it was not called.
+            TooLong: a peer's call took longer; at once when it is asked again.
+        """
+        if not self.asks(name):
+            raise NotAsked(f"{name} is not among --peers")
         if self.seconds is None or name.startswith(OURS) or threading.current_thread() is not threading.main_thread():
             return call()
         if name in self._given_up:

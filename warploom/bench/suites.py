@@ -95,9 +95,7 @@ def dense_cases(passes: list[str], quick: bool) -> list[Case]:
 
 def _build_dense(shape: Shape, causal: bool, passes: list[str], device: torch.device) -> Iterator[tuple[str, Comparison]]:
     inputs = shape.draw(device)
-    contenders: dict[str, peers.Attention] = {
-        "warploom": lambda q, k, v: warploom.attention(q, k, v, causal=causal)
-    }
+    contenders: dict[str, peers.Attention] = {"warploom": lambda q, k, v: warploom.attention(q, k, v, causal=causal)}
     refused: dict[str, str] = {}
     if device.type == "cuda":
         contenders |= {name: peers.sdpa(name, causal) for name in peers.SDPA}
@@ -121,9 +119,7 @@ def _build_dense(shape: Shape, causal: bool, passes: list[str], device: torch.de
 
 def _build_window(shape: Shape, window: int, passes: list[str], device: torch.device) -> Iterator[tuple[str, Comparison]]:
     inputs, mask = shape.draw(device), SlidingWindow(window, 0)
-    contenders: dict[str, peers.Attention] = {
-        "warploom": lambda q, k, v: warploom.attention(q, k, v, window=(window, 0))
-    }
+    contenders: dict[str, peers.Attention] = {"warploom": lambda q, k, v: warploom.attention(q, k, v, window=(window, 0))}
     refused: dict[str, str] = {}
     try:
         contenders["FA4"] = peers.flash_attention_4(False, (window, 0))

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("torch sees no CUDA device here; --device cpu --quick shows that the harness runs")
     if "distributed" in options.suite:
         return _on_ranks(options)
-    PATIENCE.seconds = options.peer_seconds
+    PATIENCE.peers, PATIENCE.seconds = options.against, options.peer_seconds
     device = torch.device(options.device)
     chosen = _cases(options, device)
     chosen = _named(chosen, options.only)
@@ -263,7 +263,7 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
 
 def _build_one(options: argparse.Namespace, name: str) -> str:
     """Why the case failed, or an empty string."""
-    PATIENCE.seconds = options.peer_seconds
+    PATIENCE.peers, PATIENCE.seconds = options.against, options.peer_seconds
     device = torch.device(options.device)
     case = next(case for case in _cases(options, device) if case.name == name)
     try:
