@@ -12,8 +12,9 @@ from torch import Tensor
 from tests.attention.fp8_pages import CASES, Fp8Pages
 from tests.attention.test_fp8_pages import haystack
 from warploom import PagedKVCache, attention, attention_varlen, decode, explain
+from warploom.attention import hopper
 from warploom.fp8 import quantize
-from warploom.kernels.e4m3 import E4M3
+from warploom.kernels.e4m3 import E4M3, rotate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu_memory")]
 
@@ -79,12 +80,14 @@ def test_needles_in_65536_keys_are_found_by_quantised_calls(granularity: Any) ->
         assert torch.equal(out[0, :, 0].argmax(-1), kinds), drawing
 
 
-def test_bits_are_equal_and_graphs_follow_the_lengths() -> None:
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_bits_are_equal_and_graphs_follow_the_lengths(backend: str | None) -> None:
+    """Written anew in each replay, where they are written in 16 bits."""
     k, v, q, starts = drawn(2, 600, 2, 128), drawn(2, 600, 2, 128), drawn(100, 8, 128), ints(0, 40, 100)
     cache = cache_of(k, v)
 
     def call() -> Tensor:
-        return attention_varlen(q, cache, cu_seqlens_q=starts, causal=True, max_seqlen_q=60, max_seqlen_k=600)
+        return attention_varlen(q, cache, cu_seqlens_q=starts, causal=True, max_seqlen_q=60, max_seqlen_k=600, backend=backend)
 
     assert torch.equal(call(), call())
     torch.cuda.synchronize()
@@ -111,7 +114,42 @@ def test_compiled_chunks() -> None:
         torch.testing.assert_close(compiled(q, k, caches[0]), step(q, k, caches[1]))
 
 
-def test_triton_reads_them() -> None:
+def test_who_reads_them() -> None:
     cache = cache_of(drawn(1, 64, 2, 64), drawn(1, 64, 2, 64))
     plan = explain(drawn(8, 4, 64), cache, cu_seqlens_q=ints(0, 8), causal=True)
-    assert plan.implementation == "triton" and "pages in FP8" in plan.call
+    assert "pages in FP8" in plan.call
+    if hopper.BACKEND.available() is None:
+        assert plan.implementation == "hopper" and "written as bfloat16 first" in str(plan)
+    else:
+        assert plan.implementation == "triton"
+    plan = explain(drawn(8, 4, 64), cache, cu_seqlens_q=ints(0, 8), causal=True, batch_invariant=True)
+    assert plan.implementation == "triton"
+
+
+@pytest.mark.skipif(hopper.BACKEND.available() is not None, reason="needs the Hopper kernels")
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (72, 40)], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_case_written_in_16_bits(name: str, dims: tuple[int, int]) -> None:
+    """By the Hopper kernels, over pages of 16 bits that hold the same numbers."""
+    drawing = random.randrange(2**31)
+    for dtype in (torch.bfloat16, torch.float16):
+        case = {**CASES[name], "head_dim": dims[0], "head_dim_v": dims[1], "dtype": dtype, "device": "cuda"}
+        Fp8Pages(drawing, **case).check("hopper")
+
+
+@pytest.mark.skipif(hopper.BACKEND.available() is not None, reason="needs the Hopper kernels")
+@pytest.mark.parametrize("granularity", ["token", "head", "tensor"])
+def test_both_ways_are_as_near_to_the_numbers(granularity: str) -> None:
+    """Scales of any value: rounding what they give to 16 bits adds little to the rounding of the weights."""
+    k, v, q = drawn(3, 3000, 2, 128), drawn(3, 3000, 2, 128), drawn(600, 8, 128)
+    cache, starts = cache_of(k, v, granularity), ints(0, 300, 301, 600)
+    with_scales = [t.float() * s[..., None] for t, s in ((cache.k_pages, cache.k_scale), (cache.v_pages, cache.v_scale))]
+    numbers = PagedKVCache(*with_scales, cache.block_table, cache.lengths)
+    assert cache.hadamard_seed is not None
+    turned = rotate(q, cache.hadamard_seed)
+    want = attention_varlen(turned, numbers, cu_seqlens_q=starts, causal=True, backend="triton")
+    errors = {}
+    for backend in ("hopper", "triton"):
+        out = attention_varlen(q, cache, cu_seqlens_q=starts, causal=True, backend=backend)
+        errors[backend] = float((out.float() - want).norm() / want.norm())
+    assert errors["hopper"] < 4e-3 and errors["hopper"] < 1.5 * errors["triton"] + 1e-3, errors

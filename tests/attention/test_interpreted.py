@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent / "interpreted"
 # A process takes some seconds before its first test. These take about as long each.
 GROUPS = {
     "behaviour": ["test_behaviour.py", "test_explain.py", "test_invariance.py", "test_stats.py"],
-    "cases": ["test_cases.py", "test_chunks.py", "test_fp8_pages.py"],
+    "cases": ["test_cases.py", "test_chunks.py", "test_fp8_pages.py", "test_wide_pages.py"],
     "bias": ["test_bias.py", "test_edges.py", "test_packed_bounds.py"],
 }
 

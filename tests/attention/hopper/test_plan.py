@@ -143,7 +143,7 @@ def test_key_tiles_over_pages_may_be_shared_out() -> None:
         ({"head_dim": 100}, "steps of 8"),
         ({"head_dim_v": 264}, "8 to 256"),
         ({"layout": "paged", "page_box": 8}, "takes pages of whole 16 keys"),
-        ({"layout": "paged", "page_box": 16, "fp8_pages": True}, "no pages of FP8"),
+        ({"layout": "paged", "fp8_pages": True, "batch_invariant": True}, "no batch invariance over pages of FP8"),
         ({"layout": "paged", "page_box": 16, "dropout": True}, "no dropout over pages"),
         ({"layout": "paged", "page_box": 16, "bias": "alibi"}, "no bias over pages"),
         ({"layout": "paged", "page_box": 16, "backward": True}, "no gradient over pages"),

@@ -37,6 +37,8 @@ from warploom.attention.hopper.plan import (
     workspace,
 )
 from warploom.attention.hopper.stats import HopperStats
+from warploom.attention.hopper.wide_pages import as_wide, widen
+from warploom.attention.hopper.wide_pages import refusal as wide_refusal
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
 from warploom.attention.stats import Beside
 from warploom.runtime import dispatch, modules, traced
@@ -131,6 +133,7 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
     """
     if problem.dtype.itemsize == 1:
         return fp8_config(Features.of(problem), torch.bfloat16)
+    problem = as_wide(problem)
     variant, usual = config_for(problem), config(Features.of(problem), problem.seqlen_k >= LONG)
     if variant != usual and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
         return usual
@@ -161,6 +164,9 @@ class Hopper(Beside):
         if refused is not None:
             return refused
         if problem.layout == "paged":
+            if problem.fp8_pages and problem.batch_invariant:
+                return "promises no batch invariance over pages of FP8"  # whose decode() is another implementation's
+            problem = as_wide(problem)
             refused = pages_refusal(problem)
             if refused is not None:
                 return refused
@@ -234,6 +240,8 @@ class Hopper(Beside):
         words = f"module {variant.name} ({modules.outlook(variant.spec)})"
         if runs is not problem:
             words += "; its documents as packed sequences"
+        if problem.fp8_pages:
+            words += f"; pages of FP8 are written as {str(problem.dtype).removeprefix('torch.')} first"
         if problem.batch_invariant:
             words += "; batch-invariant: the tiles of packed calls whatever the lengths, one head a tile, nothing split"
         if not problem.backward:
@@ -254,7 +262,7 @@ class Hopper(Beside):
         """
         from warploom.attention.hopper import run, run_backward
 
-        run.warm(args)
+        run.warm(args if args.k_scale is None else widen(args))
         asked = args.bias_grad or any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink))
         if asked and _takes_backward(args, False):
             run_backward.warm(args)
@@ -264,6 +272,8 @@ class Hopper(Beside):
             return f"takes a positive scale, not {args.scale}"
         if _reaches_too_far(args):
             return f"takes at most {MOST_KEYS} keys"
+        if args.k_scale is not None and (refused := wide_refusal(args)) is not None:
+            return refused
         from warploom.attention.hopper.run import parts_counters
 
         if parts_counters(args):
@@ -276,11 +286,11 @@ class Hopper(Beside):
             return _next(args, False).forward(args)
         from warploom.attention.hopper.run import forward as run
 
-        return run(args)
+        return run(args if args.k_scale is None else widen(args))
 
     def max_logits_refusal(self, args: AttentionArgs) -> str | None:
         """Why ``forward_with_max_logits`` is not for a call that ``forward`` takes; words follow the name."""
-        if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.dtype.itemsize == 1:
+        if args.scale <= 0.0 or args.k.shape[-3] > MOST_KEYS or args.q.dtype.itemsize == 1 or args.k_scale is not None:
             return "does not run this call itself"
         features, packed = Features.of_args(args), args.cu_seqlens_q is not None
         few = long = False
@@ -308,7 +318,7 @@ class Hopper(Beside):
         """
         if args.scale <= 0.0 or _reaches_too_far(args) or args.q.numel() == 0 or args.k.numel() == 0:
             return None
-        if args.bias is not None:
+        if args.bias is not None or args.k_scale is not None:
             return None
         from warploom.attention.hopper.run import bind as run
         from warploom.attention.hopper.run import parts_counters

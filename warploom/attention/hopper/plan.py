@@ -262,8 +262,6 @@ LEAST_BOX = 16  # keys: more copies a tile take longer than its products
 
 def pages_refusal(problem: AttentionProblem) -> str | None:
     """Why the forward does not take a problem's pages, or None."""
-    if problem.fp8_pages:
-        return "takes no pages of FP8"
     if problem.page_box < LEAST_BOX:
         return f"takes pages of whole {LEAST_BOX} keys"
     if problem.backward:
