@@ -99,8 +99,8 @@ def known(configs: tuple[Any, ...]) -> set[str]:
     return {field.name for config in configs for field in fields(config)}
 
 
-# What is kept by the choice of tiles: compiled kernels need not know it.
-PLANNED = {"hopper": {"batch_invariant"}, "ampere": set[str]()}
+# What is kept by the choice of tiles, or written as something else first: compiled kernels need not know it.
+PLANNED = {"hopper": {"batch_invariant", "fp8_pages"}, "ampere": set[str]()}
 BACKENDS: dict[str, tuple[Any, ...]] = {"hopper": (ForwardConfig, BackwardConfig), "ampere": (AmpereForward,)}
 
 

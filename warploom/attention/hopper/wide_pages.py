@@ -50,7 +50,7 @@ def widen(args: AttentionArgs) -> AttentionArgs:
     if batch * keys * heads:
         dims = k.shape[3], v.shape[3]
         launch = _launch(*dims, *map(power_of_two, dims), args.q.dtype, args.q.device.index)
-        strides = *k.stride(), *v.stride(), *_of_scales(args.k_scale), *_of_scales(args.v_scale), *table.stride()
+        strides = *k.stride()[:3], *v.stride()[:3], *_of_scales(args.k_scale), *_of_scales(args.v_scale), *table.stride()
         with on_device(args.q):
             launch(
                 (batch * heads * -(-keys // _ROWS), 1),

@@ -5,17 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_PLAIN = [
-    "stride_kb", "stride_ks", "stride_kh", "stride_kd", "stride_vb", "stride_vs", "stride_vh", "stride_vd", "stride_ksb",
-    "stride_kss", "stride_ksh", "stride_vsb", "stride_vss", "stride_vsh", "stride_tb", "stride_tp", "page_size", "keys",
-    "heads",
-]  # fmt: skip
 
-
-@triton.jit(do_not_specialize=_PLAIN)
+# Strides are specialised on: where they are of whole 16 bytes, numbers are loaded so.
+@triton.jit(do_not_specialize=["page_size", "keys", "heads"])
 def widen_kernel(
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lengths_ptr, wide_k_ptr, wide_v_ptr, used_ptr, own_table_ptr,
-    stride_kb, stride_ks, stride_kh, stride_kd, stride_vb, stride_vs, stride_vh, stride_vd, stride_ksb, stride_kss, stride_ksh,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ksb, stride_kss, stride_ksh,
     stride_vsb, stride_vss, stride_vsh, stride_tb, stride_tp, page_size, keys, heads,
     DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
@@ -41,12 +36,12 @@ def widen_kernel(
     page = tl.load(table_ptr + sequence * stride_tb + place * stride_tp, mask=live, other=0).to(tl.int64)
     to = ((sequence * keys + row) * heads + head)[:, None]
     at, col = page * stride_kb + slot * stride_ks + head.to(tl.int64) * stride_kh, tl.arange(0, WIDTH)
-    x = tl.load(k_ptr + at[:, None] + col[None, :] * stride_kd, mask=live[:, None] & (col < DIM)[None, :], other=0.0)
+    x = tl.load(k_ptr + at[:, None] + col[None, :], mask=live[:, None] & (col < DIM)[None, :], other=0.0)
     scale = tl.load(k_scale_ptr + page * stride_ksb + slot * stride_kss + head * stride_ksh, mask=live, other=0.0)
     wide = (x.to(tl.float32) * scale[:, None]).to(wide_k_ptr.dtype.element_ty)
     tl.store(wide_k_ptr + to * DIM + col[None, :], wide, mask=live[:, None] & (col < DIM)[None, :])
     at, col = page * stride_vb + slot * stride_vs + head.to(tl.int64) * stride_vh, tl.arange(0, WIDTH_V)
-    x = tl.load(v_ptr + at[:, None] + col[None, :] * stride_vd, mask=live[:, None] & (col < DIM_V)[None, :], other=0.0)
+    x = tl.load(v_ptr + at[:, None] + col[None, :], mask=live[:, None] & (col < DIM_V)[None, :], other=0.0)
     scale = tl.load(v_scale_ptr + page * stride_vsb + slot * stride_vss + head * stride_vsh, mask=live, other=0.0)
     wide = (x.to(tl.float32) * scale[:, None]).to(wide_v_ptr.dtype.element_ty)
     tl.store(wide_v_ptr + to * DIM_V + col[None, :], wide, mask=live[:, None] & (col < DIM_V)[None, :])
