@@ -243,15 +243,16 @@ def test_bars_of_other_caches() -> None:
 
 
 def test_bars_of_prompts() -> None:
-    """A row counts where both peers ran: cuDNN alone, which reads a mask, would meet any bar."""
+    """A row counts where FA4 ran: cuDNN alone, which reads a mask, would meet any bar."""
     found = [
         row("prefill, a", ours=1.0, dense=0.75, FA4=0.9, FlashInfer=0.5, **{"cuDNN, masked": 2.0}),
         row("prefill, b", ours=1.0, **{"cuDNN, masked": 0.5}),
-        row("prefill, c", ours=1.0, FA4=0.5),
+        row("prefill, c", ours=1.0, FA4=0.95),
     ]
     bars = BARS["decode", "graph, prefill over pages"](found)
     assert [value for _, _, value in bars] == pytest.approx([0.9, 1.2])
-    assert [value for _, _, value in BARS["decode", "graph, prefill over pages"](found[1:])] == [None, None]
+    assert [value for _, _, value in BARS["decode", "graph, prefill over pages"](found[1:2])] == [None, None]
+    assert BARS["decode", "graph, prefill over pages"](found[1:])[0][2] == pytest.approx(0.95)
     few = [row("few keys, a", ours=1.0, FA4=0.9, cuDNN=0.8), row("few keys, b", ours=1.0, FA4=2.0, cuDNN=3.0)]
     assert BARS["decode", "graph, few keys"](few)[0][1:] == (1.0, pytest.approx(0.8))
     whole = [{**row("one", ours=1.1, plain=1.0), "head_dim": dim} for dim in (64, 128)]

@@ -107,13 +107,13 @@ def host(rows: Sequence[Row]) -> list[Bar]:
 
 
 def better(rows: Sequence[Row], ours: str = "warploom") -> list[float]:
-    """The time of the better of cuDNN and FA4 over one of ours, where both ran: cuDNN alone reads a mask of chunks."""
+    """The time of the better of FA4 and, where it ran, cuDNN over one of ours: cuDNN alone would read a mask of chunks."""
     found = []
     for row in rows:
         cudnn = [each["ms"] for name, each in row["contenders"].items() if name.startswith("cuDNN") and "ms" in each]
         fa4, mine = ms(row, "FA4"), ms(row, ours)
-        if cudnn and fa4 and mine:
-            found.append(min(*cudnn, fa4) / mine)
+        if fa4 and mine:
+            found.append(min([*cudnn, fa4]) / mine)
     return found
 
 
