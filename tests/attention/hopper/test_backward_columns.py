@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose, cut_table, fine_and_coarse
+from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose, chunk_of, cut_table, fine_and_coarse
 from tests.attention.hopper.test_backward_barriers import multiplied
 from tests.compiled import Built, machine_code
 from tests.plain import plain
@@ -81,8 +81,24 @@ COLUMNS = {
     "head_dim 256, causal, dropout": backward_config(
         Features(BF16, 256, 256, columns=True, right=True, dropout=True), short=False
     ),
+    "head_dim 64, causal, chunks": backward_config(
+        Features(BF16, 64, 64, columns=True, right=True, q_offset=True), short=False
+    ),
+    "head_dim 128, window, chunks": backward_config(
+        Features(BF16, 128, 128, columns=True, right=True, left=True, q_offset=True), short=False
+    ),
+    "head_dim 128, causal, chunks, deterministic": backward_config(
+        Features(BF16, 128, 128, columns=True, right=True, q_offset=True, deterministic=True), short=False
+    ),
+    "head_dim 192, causal, chunks": backward_config(
+        Features(BF16, 192, 192, columns=True, right=True, q_offset=True), short=False
+    ),
+    "head_dim 256, window, chunks": backward_config(
+        Features(BF16, 256, 256, columns=True, right=True, left=True, q_offset=True), short=False
+    ),
 }
 QUERIES, KEYS, LEFT = 230, 300, 110
+OFFSETS = (-5, 0, 1, 64, 100, 200, 270, 350, 1 << 29, 2**31 - 1)  # of chunks
 
 
 def drawn(heads: int, seqlen_q: int, seqlen_k: int, causal: bool, generator: torch.Generator) -> Mask:
@@ -181,13 +197,20 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def masked(name: str, heads: int, seed: int) -> tuple[Any, Tensor, dict[str, int]]:
-    """The resolved mask of a variant, its bounds, and what else its launch takes."""
+    """The resolved mask of a variant, its bounds, and what else its launch takes.
+
+    With offsets those are what a chunk of a whole's rows sees of its mask.
+    """
     config, generator = COLUMNS[name], torch.Generator().manual_seed(seed)
-    mask = drawn(heads, QUERIES, KEYS, config.right, generator)
-    resolved = mask.resolve(QUERIES, KEYS)
+    offset = OFFSETS[seed % len(OFFSETS)] if config.q_offset else 0
+    mask = drawn(heads, QUERIES + min(max(offset, 0), 350), KEYS, config.right, generator)
+    resolved, options = mask.resolve(QUERIES, KEYS), {"offset": offset} if config.q_offset else {}
     if config.left:
-        resolved = resolved._replace(left=LEFT)
-    return resolved, fine_and_coarse(resolved, QUERIES, KEYS), {"left": LEFT} if config.left else {}
+        resolved, options = resolved._replace(left=LEFT), options | {"left": LEFT}
+    if config.q_offset:
+        print(f"offset {offset}")
+        resolved = chunk_of(resolved, offset, QUERIES, KEYS)
+    return resolved, fine_and_coarse(resolved, QUERIES, KEYS), options
 
 
 def span_of(config: Any) -> int:
@@ -223,7 +246,7 @@ def blocks_of(config: Any, processors: int) -> int:
     return processors * (2 if config.pair else 1) if config.persistent else 0
 
 
-HEADS = [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1, 1, 2, 2, 1, 2]
+HEADS = [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1, 1, 2, 2, 1, 2, 1, 2, 1, 2, 1]
 
 
 @builds
@@ -271,6 +294,7 @@ DETERMINISTIC = [
     ("head_dim 192, causal, deterministic", 2),
     ("head_dims 192 and 128, causal, deterministic", 1),
     ("head_dim 256, causal, deterministic", 2),
+    ("head_dim 128, causal, chunks, deterministic", 2),
 ]
 
 
@@ -512,15 +536,17 @@ def test_bits_are_the_elements_of_a_thread(rows: int) -> None:
 
 @pytest.mark.parametrize("keys_each", [48, 56])
 @pytest.mark.parametrize("left", [False, True])
-def test_lanes_find_each_others_elements(keys_each: int, left: bool) -> None:
+@pytest.mark.parametrize("offset", [None, 0, 30, 100])
+def test_lanes_find_each_others_elements(keys_each: int, left: bool, offset: int | None) -> None:
     """Past head_dim 128 a lane finds the bits of two keys, of which others have the elements: all that is hidden, no more."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     generator, keys = torch.Generator().manual_seed(seed), 4 * keys_each - 13
-    mask = drawn(1, 200, keys, True, generator).resolve(200, keys)
+    first, shift = offset or 0, keys - 200 if offset is None else offset
+    mask = drawn(1, 200 + first, keys, True, generator).resolve(200 + first, keys)
     vectors = [t[0, 0].tolist() for t in mask.vectors]
-    shown = masks_dense(mask, 200, keys)[0, 0]
-    band = torch.arange(keys)[None] - (keys - 200) - torch.arange(200)[:, None]
+    shown = masks_dense(mask, 200 + first, keys)[0, 0, first:]
+    band = torch.arange(keys)[None] - shift - torch.arange(200)[:, None]
     shown = shown & (band <= 0) & (band >= -70 if left else band < 1000)
     arch = SimpleNamespace()
     names = {
@@ -530,14 +556,14 @@ def test_lanes_find_each_others_elements(keys_each: int, left: bool) -> None:
     file = "attention/hopper/backward_roles.py"
     find, hide = (plain(file, f"RolesBackward.{name}", **names) for name in ("find_hidden", "hide"))
     kernel = SimpleNamespace(
-        config=SimpleNamespace(right=True, left=left), tile_m=64, tile_n=2 * keys_each, keys_each=keys_each, step_word=int
+        config=SimpleNamespace(right=True, left=left, q_offset=offset is not None), tile_m=64, tile_n=2 * keys_each, keys_each=keys_each, step_word=int
     )
     columns = SimpleNamespace(vectors=[SimpleNamespace(shape=(1, 1, keys))])
     for m, warp, n_block, role in product(range(3), range(4), range(2), range(2)):
         lanes = [SimpleNamespace(role=role, row=16 * warp + i // 4, hidden_bits=[0]) for i in range(32)]
         given = SimpleNamespace(columns=columns, left=70, right=0)
         shared = SimpleNamespace(words=[0, 0, 0, n_block])
-        work = SimpleNamespace(given=given, shared=shared, seqlen_k=keys, shift=keys - 200)
+        work = SimpleNamespace(given=given, shared=shared, seqlen_k=keys, shift=shift)
         for i, r in enumerate(lanes):
             arch.lane_idx = lambda i=i: i
             find(kernel, r, work, m, 0)

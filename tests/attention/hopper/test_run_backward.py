@@ -473,7 +473,7 @@ def test_which_calls_go_in_waves(shape: tuple[int, ...], monkeypatch: pytest.Mon
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
         names.append(spec.name)
-        return lambda *arguments: given.extend(arguments[26:])
+        return lambda *arguments: given.extend(arguments[27:])
 
     monkeypatch.setattr(modules, "load", load)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
@@ -521,7 +521,7 @@ def test_which_packed_calls_claim_tiles(
     given: list[Any] = []
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
-        return lambda *arguments: given.extend((spec.name, arguments[26]))
+        return lambda *arguments: given.extend((spec.name, arguments[27]))
 
     monkeypatch.setattr(modules, "load", load)
     q, cu = torch.empty(5000, 8, 128, dtype=torch.float16), torch.tensor([0, 300, 300, 600], dtype=torch.int32)

@@ -194,7 +194,8 @@ class BackwardBase(Near):
         # The scheduler says what consumers' registers have no room for beside a long step: the group's size, how many steps
         # came before a block, modulo the rings, and in TURN_BIT whether its words are the first or the second.
         self.numbers_steps = config.columns and config.tile_m == 128 and not config.dealt
-        self.block_words = PACKED_WORDS if config.varlen else DENSE_WORDS + config.q_offset
+        # Two words more for one: ptxas would read those of a writer warp, were they aligned, and of the other by one load.
+        self.block_words = PACKED_WORDS if config.varlen else DENSE_WORDS + 2 * config.q_offset
 
     def init_both(self, shared: Any, releases: int) -> None:
         """The barriers of the rings of Q and dO, whose stages are free after so many releases."""
