@@ -15,8 +15,8 @@ from tests.sm90.machine import Machine
 from tests.sm90.ptx import Instruction
 from tests.sm90.state import Launch, Warp
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK
-from warploom.attention.problem import MOST_OFFSET
 from warploom.attention.hopper.config import CUTS, FIRST_BLOCKS, LAST_BLOCKS, TABLE, BackwardConfig, ForwardConfig
+from warploom.attention.problem import MOST_OFFSET
 from warploom.kernels.distances import head_length
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import column_bounds
@@ -146,7 +146,7 @@ def _facts(names: list[str], heads: int) -> dict[int, int]:
 
 
 def chunk_of(mask: ResolvedMask, offset: int, seqlen_q: int, seqlen_k: int) -> ResolvedMask:
-    """What a whole's mask is for ``seqlen_q`` of its rows, from the offset on: by numbers of their own, aligned at their end."""
+    """What a whole's mask is for ``seqlen_q`` of its rows, from the offset on, by their own numbers and alignment."""
     first = min(max(offset, 0), MOST_OFFSET)
     past = first - (seqlen_k - seqlen_q)
     vectors = [None if t is None else t.long().sub(first).clamp(0, seqlen_q).int() for t in mask.vectors]
@@ -219,7 +219,8 @@ def backward_names(config: BackwardConfig) -> list[str]:
         "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
         "cu_q cu_k", config.varlen, "used", config.used,
         "seqlen_q m_blocks n_blocks batches", True, "lts lte uts ute bounds present", config.columns,
-        "offsets", config.q_offset, DROPOUT, config.dropout, "slopes origin", config.bias == "alibi", "table spread origin", config.bias == "distance",
+        "offsets", config.q_offset, DROPOUT, config.dropout,
+        "slopes origin", config.bias == "alibi", "table spread origin", config.bias == "distance",
         "gradient", config.bias_grad, "scale softcap left right section", True,
         "items whole split each steps", not config.pair,
     )  # fmt: skip

@@ -556,7 +556,11 @@ def test_lanes_find_each_others_elements(keys_each: int, left: bool, offset: int
     file = "attention/hopper/backward_roles.py"
     find, hide = (plain(file, f"RolesBackward.{name}", **names) for name in ("find_hidden", "hide"))
     kernel = SimpleNamespace(
-        config=SimpleNamespace(right=True, left=left, q_offset=offset is not None), tile_m=64, tile_n=2 * keys_each, keys_each=keys_each, step_word=int
+        config=SimpleNamespace(right=True, left=left, q_offset=offset is not None),
+        tile_m=64,
+        tile_n=2 * keys_each,
+        keys_each=keys_each,
+        step_word=int,
     )
     columns = SimpleNamespace(vectors=[SimpleNamespace(shape=(1, 1, keys))])
     for m, warp, n_block, role in product(range(3), range(4), range(2), range(2)):

@@ -156,7 +156,7 @@ def test_tiles_and_bits(name: str, kind: str, built: Built) -> None:
         for m, n, head in product(*tiles, heads)
         if dense[head, m * span : (m + 1) * span, n * variant.tile_n : (n + 1) * variant.tile_n].any()
     }
-    # Of a window of chunks the last one may be listed too, where the keys of a query tile would begin in it, past those there are.
+    # Of a window of chunks the last one may be listed too, where a query tile's keys would begin in it, past those there are.
     spare = tiles[1][-1] if variant.q_offset and variant.left else None
     assert seen <= listed
     assert listed <= {(m, n, h) for m, n, h in product(*tiles, heads) if classes[h][m, n] != HIDDEN or n == spare}

@@ -28,7 +28,7 @@ DENSE_WORDS, PACKED_WORDS = 6, 11
 # those that are visible, whole, or hold columns that no row sees; and whether the query tile has more lists. For packed
 # sequences, whose number is in the place of batch, also where queries and keys start, and how many there are of each. Where
 # warpgroups go apart, the visible ones are those of any, whole those that are partial for none, and behind all these words
-# come those that each warpgroup sees, then those that are whole for it. With query offsets the batch entry's comes before those.
+# come those that each warpgroup sees, then those that are whole for it; with query offsets the batch entry's before those.
 LIST_WORDS, PACKED_LIST_WORDS = 8, 12
 OFFSET = LIST_WORDS
 QUERIES, HEAD, BATCH, BASE, WHOLE, EDGE = 0, 1, 2, 3, 5, 6

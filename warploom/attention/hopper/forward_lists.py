@@ -55,8 +55,9 @@ class Lists(ForwardBase):
         queries = self.config.queries
         lane, shift = cute.arch.lane_idx(), seqlen_k - seqlen_q
         of_sequence = (q_start, seqlen_q, k_start, seqlen_k) if const_expr(self.config.varlen) else ()
+        of_entry = (offset,) if const_expr(self.config.q_offset) else ()
         if const_expr(self.config.q_offset):
-            shift, of_sequence = offset, (offset,)
+            shift = offset
         base, visible, whole, edge, own = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         if head >= 0:
             top = m_block * queries
@@ -92,12 +93,12 @@ class Lists(ForwardBase):
                     if seen != 0:
                         if visible != 0:
                             cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-                            words = (m_block, head, batch, base, visible, whole, edge, Int32(1), *of_sequence)
+                            words = (m_block, head, batch, base, visible, whole, edge, Int32(1), *of_sequence, *of_entry)
                             self.publish_list(shared, words, own, stage)
                             stage, phase = advance(stage, phase, self.tile_stages)
                         base, visible, whole, edge, own = start, seen, plain, dead, found
         cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-        words = (m_block, head, batch, base, visible, whole, edge, Int32(0), *of_sequence)
+        words = (m_block, head, batch, base, visible, whole, edge, Int32(0), *of_sequence, *of_entry)
         self.publish_list(shared, words, own, stage)
         return advance(stage, phase, self.tile_stages)
 
