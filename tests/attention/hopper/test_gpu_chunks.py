@@ -53,7 +53,8 @@ def test_case(name: str, deterministic: bool) -> None:
     "name", ["no band", "causal", "window", "documents", "four vectors", "four vectors of each entry, causal"]
 )
 def test_case_in_every_tiling(name: str, dims: tuple[int, int]) -> None:
-    for deterministic, dtype in ((False, torch.bfloat16), (True, torch.float16)):
+    dtype = torch.float16 if dims in ((96, 96), (192, 192)) else torch.bfloat16
+    for deterministic in (False, True):
         given = chunked(name, seed(), dtype=dtype, device="cuda", head_dim=dims[0], head_dim_v=dims[1])
         check(given, deterministic)
 
@@ -69,15 +70,13 @@ def drawn(dim: int, draw: random.Random) -> Chunked:
         names = draw.choice([("lts",), ("ute",), ("lts", "lte"), ("lts", "ute"), ("lts", "lte", "uts", "ute")])
         generator = torch.Generator().manual_seed(draw.randrange(2**31))
         shape = draw.choice((1, len(first))), draw.choice((1, heads_kv, heads_kv * group)), keys
-        vectors = {n: torch.randint(-9, whole + 9, shape, generator=generator, dtype=torch.int32).cuda() for n in names}
+        vectors = {n: torch.randint(-9, whole + 9, shape, generator=generator, dtype=torch.int32).to("cuda") for n in names}
         keywords["mask"] = ColumnMask(vectors.pop("lts", None), **vectors)
     band = draw.random()
     if band < 0.4:
         keywords["causal"] = True
     elif band < 0.8:
-        left = draw.choice((0, 20, 150, -30, None))
-        keywords["window"] = (left, draw.choice((0, 40, -7) if left is None else (0, 40, None)))
-    softcap = 2.0 if dim == 64 and draw.random() < 0.2 else 0.0
+        keywords["window"] = draw.choice((0, 20, 150, -30)), draw.choice((0, 40))
     return Chunked(
         Call(
             draw.randrange(2**31),
@@ -88,10 +87,10 @@ def drawn(dim: int, draw: random.Random) -> Chunked:
             head_dim=dim,
             dtype=torch.bfloat16,
             device="cuda",
-            sink=draw.random() < 0.2,
-            lse_gradient=draw.random() < 0.2,
+            sink=dim == 64 and draw.random() < 0.3,
+            lse_gradient=dim == 64 and draw.random() < 0.3,
             strided=draw.random() < 0.3,
-            keywords={**keywords, "softcap": softcap},
+            keywords=keywords,
         ),
         whole,
         tuple(first),
@@ -105,7 +104,7 @@ def test_drawn(dim: int) -> None:
     print(f"seed {number}")
     draw = random.Random(number)
     for _ in range(25):
-        check(drawn(dim, draw), draw.random() < 0.3)
+        check(drawn(dim, draw), dim == 128)
 
 
 SEQLEN, ROWS = 2000, 300
