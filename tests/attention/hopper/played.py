@@ -127,7 +127,7 @@ def forward(
         if sequences is None:
             own = chunk_of(mask, offset, seqlen_q, seqlen_k) if config.q_offset else mask
             column_values, column_words = column_mask(names, mask, fine_and_coarse(own, seqlen_q, seqlen_k))
-            column_words |= _offset(names, offset)
+            column_words |= _offsets(names, offset)
         else:
             column_values, column_words = _packed_mask(names, mask, sequences, config.used)
         values |= column_values | {"counter": ((1,), ()), "pair_heads": heads}
@@ -154,9 +154,9 @@ def chunk_of(mask: ResolvedMask, offset: int, seqlen_q: int, seqlen_k: int) -> R
     return ResolvedMask(left, right, *vectors)
 
 
-def _offset(names: list[str], offset: int) -> dict[int, int]:
-    """What a call's one offset says."""
-    return {names.index("offsets") + 1 << 32: offset % 2**32} if "offsets" in names else {}
+def _offsets(names: list[str], offset: int, batches: int = 1) -> dict[int, int]:
+    """What a call's offsets say, all the same."""
+    return {(names.index("offsets") + 1 << 32) + 4 * i: offset % 2**32 for i in range(batches * ("offsets" in names))}
 
 
 def fine_and_coarse(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -260,11 +260,11 @@ def backward(
         "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": batches,
         **DROPPED, "slopes": ((1, heads), (heads,)), "origin": ENTRIES // 2, "table": ((heads, ENTRIES), (ENTRIES,)),
         "spread": ((heads * head_length(ENTRIES),), ()), "gradient": ((heads, ENTRIES), (ENTRIES,)),
-        "left": left, "right": 0, "offsets": ((1,), ()), "section": 1, "items": total - split + -(-split * steps // each),
+        "left": left, "right": 0, "offsets": ((batches,), ()), "section": 1, "items": total - split + -(-split * steps // each),
         "whole": total - split if config.stream_k else total, "split": split, "each": each, "steps": steps,
     }  # fmt: skip
     names = backward_names(config)
-    words = _facts(names, heads) | _offset(names, offset)
+    words = _facts(names, heads) | _offsets(names, offset, batches)
     if sequences is not None:
         packed_values, starts = _packed(names, sequences)
         values, words = values | packed_values, words | starts
@@ -314,14 +314,14 @@ def before(
         "lse": ((q[0], q[2], q[1]), (q[1] * q[2], q[1])), "counters": ((COUNTERS,), (), SUMS),
         "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
         "n_blocks": n_blocks, "section": section, "left": 0, "right": 0, "m_blocks": m_blocks,
-        "blocks": processors, "slots": slots, "cleared": 0, "offsets": ((1,), ()),
+        "blocks": processors, "slots": slots, "cleared": 0, "offsets": ((q[0],), ()),
     }  # fmt: skip
     names = names_of(
         "out do lse sums stats counters q bounds", True, "offsets", config.q_offset,
         "k n_blocks section left right blocks slots m_blocks", True, "cleared", config.dealt,
     )  # fmt: skip
     start = names.index("bounds") + 1 << 32
-    words = {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())} | _offset(names, offset)
+    words = {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())} | _offsets(names, offset, q[0])
     return launch(traced, values, names, words=words, watched=range(SUMS, SUMS + 4 * COUNTERS))
 
 

@@ -90,6 +90,9 @@ COLUMNS = {
     "head_dim 128, causal, chunks, deterministic": backward_config(
         Features(BF16, 128, 128, columns=True, right=True, q_offset=True, deterministic=True), short=False
     ),
+    "head_dim 64, causal, chunks, deterministic": backward_config(
+        Features(FP16, 64, 64, columns=True, right=True, q_offset=True, deterministic=True), short=False
+    ),
     "head_dim 192, causal, chunks": backward_config(
         Features(BF16, 192, 192, columns=True, right=True, q_offset=True), short=False
     ),
@@ -246,7 +249,7 @@ def blocks_of(config: Any, processors: int) -> int:
     return processors * (2 if config.pair else 1) if config.persistent else 0
 
 
-HEADS = [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1, 1, 2, 2, 1, 2, 1, 2, 1, 2, 1]
+HEADS = [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1, 1, 2, 2, 1, 2, 1, 2, 1, 2, 1, 2]
 
 
 @builds
@@ -273,7 +276,9 @@ def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: B
 
 @builds
 @pytest.mark.parametrize("processors", [1, 3])
-@pytest.mark.parametrize("name", ["head_dim 128, causal", "head_dim 64, causal", "head_dim 96, window"])
+@pytest.mark.parametrize(
+    "name", ["head_dim 128, causal", "head_dim 64, causal", "head_dim 96, window", "head_dim 64, causal, chunks"]
+)
 def test_dq_of_later_heads_begins_at_zero(name: str, processors: int, built: Built) -> None:
     """Blocks of a key head clear the next one's dQ; who adds to it comes after all zeros."""
     seed, batches, config = random.randrange(2**32), 6, COLUMNS[name]
@@ -295,6 +300,7 @@ DETERMINISTIC = [
     ("head_dims 192 and 128, causal, deterministic", 1),
     ("head_dim 256, causal, deterministic", 2),
     ("head_dim 128, causal, chunks, deterministic", 2),
+    ("head_dim 64, causal, chunks, deterministic", 1),
 ]
 
 
@@ -413,17 +419,27 @@ def test_heads_go_abreast_or_one_after_the_other(kind: str, built: Built) -> Non
 
 @builds
 @pytest.mark.parametrize(
-    ("batch", "processors", "slots", "own"), [(1, 40, 1000, 4), (2, 132, 1000, 4), (2, 132, 9, 4), (2, 132, 1000, 1)]
+    ("batch", "processors", "slots", "own", "offset"),
+    [(1, 40, 1000, 4, None), (2, 132, 1000, 4, None), (2, 132, 9, 4, None), (2, 132, 1000, 1, None), (2, 132, 1000, 4, 3000)],
 )
-def test_long_blocks_are_cut(batch: int, processors: int, slots: int, own: int, built: Built) -> None:
-    """As ``guided_pieces`` has it, of no more blocks than may be; of those the last ones. Heads have one mask or four."""
-    name, seqlen_q, seqlen_k, heads_kv, section = "head_dim 64, causal", 9000, 70 * 128, 2, 2
+def test_long_blocks_are_cut(
+    batch: int, processors: int, slots: int, own: int, offset: int | None, built: Built
+) -> None:  # fmt: skip
+    """As ``guided_pieces`` has it, of no more blocks than may be; of those the last ones. Heads have one mask or four.
+
+    ``offset``: of the queries, in every batch entry.
+    """
+    name = "head_dim 64, causal" if offset is None else "head_dim 64, causal, chunks"
+    seqlen_q, seqlen_k, heads_kv, section, first = 9000, 70 * 128, 2, 2, offset or 0
     seed, config = random.randrange(2**32), COLUMNS[name]
     print(f"seed {seed}")
-    mask = drawn(own, seqlen_q, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
+    whole = seqlen_q + first
+    mask = drawn(own, whole, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(whole, seqlen_k)
+    mask = mask if offset is None else chunk_of(mask, offset, seqlen_q, seqlen_k)
     traced = built.traced(name, "kernel_cutlass_before")
     bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
-    launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section, processors, slots)
+    sizes = (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv)
+    launch = before(traced, config, *sizes, bounds, section, processors, slots, first)
     machine = Noting(traced.kernel, launch, seed).run()
     edges, wide = tiles.block_edges(seqlen_k, 128), tiles.column_bounds(mask, seqlen_q, seqlen_k, 128)
     seen = torch.zeros(own, 70, dtype=torch.int64)
