@@ -103,7 +103,7 @@ def test_drawn(dim: int) -> None:
     number = seed()
     print(f"seed {number}")
     draw = random.Random(number)
-    for _ in range(25):
+    for _ in range(12):
         check(drawn(dim, draw), dim == 128)
 
 
