@@ -92,14 +92,29 @@ def test_packed_sequences_have_offsets_too(backend: str) -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend", ["hopper", "ampere"])
-def test_kernels_without_offsets_refuse_them_in_words(backend: str) -> None:
+def problem_of(**changes: Any) -> AttentionProblem:
     q, k, v = (t.half() for t in tensors())
-    args = chunk_args(q, k, v, offsets(3, 15), seqlen_q=20)
-    problem = AttentionProblem.from_args(args, False)
-    assert problem.q_offset
-    assert "queries are chunks" in problem.describe()
-    assert "no query offsets" in str(dispatch.find(backend).supports(replace(problem, device="cuda")))
+    found = AttentionProblem.from_args(chunk_args(q, k, v, offsets(3, 15), seqlen_q=20), False)
+    return replace(found, device="cuda", **changes)
+
+
+def test_kernels_without_offsets_refuse_them_in_words() -> None:
+    assert "queries are chunks" in problem_of().describe()
+    assert "no query offsets" in str(dispatch.find("ampere").supports(problem_of()))
+
+
+BESIDE: dict[str, tuple[dict[str, Any], str]] = {
+    "packed": ({"layout": "varlen"}, "takes no query offsets of packed sequences"),
+    "dropout": ({"dropout": True}, "takes no dropout with query offsets"),
+    "a bias": ({"bias": "alibi"}, "takes no bias with query offsets"),
+    "invariance": ({"batch_invariant": True}, "promises no batch invariance with query offsets"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_hopper_refuses_in_words_what_it_does_not_take_with_them(name: str) -> None:
+    changes, words = BESIDE[name]
+    assert dispatch.find("hopper").supports(problem_of(**changes)) == words
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

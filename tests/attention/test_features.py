@@ -19,6 +19,7 @@ from warploom.attention.chunks import chunk_args
 from warploom.attention.features import Features
 from warploom.attention.hopper import run, run_backward
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
+from warploom.attention.hopper.offsets import with_columns
 from warploom.attention.hopper.plan import backward_config_for, config_for
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.bias import ALiBi
@@ -145,8 +146,8 @@ def test_a_call_runs_the_module_that_dispatch_looked_for(feature: str, monkeypat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(modules, "load", load)
     args, described = carrying(**CARRIED[feature]), problem(feature)
-    if feature == "columns":
-        args = args._replace(bounds=torch.zeros(1, 1, 1, 8, dtype=torch.int32))
+    if feature in ("columns", "q_offset"):
+        args = with_columns(args)._replace(bounds=torch.zeros(1, 1, 1, 8, dtype=torch.int32))
     out, lse = run.forward(args)
     run_backward.backward(args, out, None, out, lse)
     planned = config_for(described), backward_config_for(described)

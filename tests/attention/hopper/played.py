@@ -16,6 +16,7 @@ from tests.sm90.ptx import Instruction
 from tests.sm90.state import Launch, Warp
 from warploom.attention.bounds import BLOCK, COARSE_BLOCK
 from warploom.attention.hopper.config import CUTS, FIRST_BLOCKS, LAST_BLOCKS, TABLE, BackwardConfig, ForwardConfig
+from warploom.attention.problem import MOST_OFFSET
 from warploom.kernels.distances import head_length
 from warploom.masks.intervals import ResolvedMask
 from warploom.masks.tiles import column_bounds
@@ -73,13 +74,17 @@ def forward(
     sequences: Sequences | None = None,
     watched: range = range(0),
     pages: Pages | None = None,
+    offset: int = 0,
 ) -> Launch:
-    """One batch, one key head; of packed calls two sequences, the first with a third of the tokens, unless they are given."""
+    """One batch, one key head; of packed calls two sequences, the first with a third of the tokens, unless they are given.
+
+    ``offset``: of the queries, where a variant takes one; ``mask`` is the whole's then.
+    """
     dim, dim_v = config.head_dim, config.head_dim_v
     names = names_of(
         "q k v out lse", True, "sink", config.sink, "cu_q", config.varlen,
         "cu_k", config.varlen and not config.paged, "used", config.used, "counter", config.varlen or config.columns,
-        "parts", bool(config.split), "lts lte uts ute bounds present", config.columns,
+        "parts", bool(config.split), "lts lte uts ute bounds present", config.columns, "offsets", config.q_offset,
         DROPOUT, config.dropout, "slopes origin", config.bias == "alibi",
         "table spread origin", config.bias == "distance", "largest", config.largest, "pages", config.paged,
         "tma_q tma_k tma_v qk pv multiplier cap_in left right heads pair_heads split", True,
@@ -95,7 +100,7 @@ def forward(
         "sink": ((heads,), ()), **DROPPED, "slopes": ((1, heads), (heads,)), "origin": ENTRIES // 2,
         "table": ((heads, ENTRIES), (ENTRIES,)), "spread": ((heads * head_length(ENTRIES),), ()),
         "largest": ((1, heads), (heads,)),
-        "left": left, "right": 0, "heads": tiles, "pair_heads": max(tiles - 1, 0), "split": split,
+        "left": left, "right": 0, "offsets": ((1,), ()), "heads": tiles, "pair_heads": max(tiles - 1, 0), "split": split,
     }  # fmt: skip
     words = _facts(names, heads)
     if config.varlen:
@@ -120,7 +125,9 @@ def forward(
         words |= {start + 4 * i: page % 2**32 for i, page in enumerate(page for row in pages.table for page in row)}
     if mask is not None:
         if sequences is None:
-            column_values, column_words = column_mask(names, mask, fine_and_coarse(mask, seqlen_q, seqlen_k))
+            own = chunk_of(mask, offset, seqlen_q, seqlen_k) if config.q_offset else mask
+            column_values, column_words = column_mask(names, mask, fine_and_coarse(own, seqlen_q, seqlen_k))
+            column_words |= _offsets(names, offset)
         else:
             column_values, column_words = _packed_mask(names, mask, sequences, config.used)
         values |= column_values | {"counter": ((1,), ()), "pair_heads": heads}
@@ -138,6 +145,20 @@ def _facts(names: list[str], heads: int) -> dict[int, int]:
     return {start + 4 * (h * head_length(ENTRIES) + i): x for h in range(heads) for i, x in enumerate(facts)}
 
 
+def chunk_of(mask: ResolvedMask, offset: int, seqlen_q: int, seqlen_k: int) -> ResolvedMask:
+    """What a whole's mask is for ``seqlen_q`` of its rows, from the offset on, by their own numbers and alignment."""
+    first = min(max(offset, 0), MOST_OFFSET)
+    past = first - (seqlen_k - seqlen_q)
+    vectors = [None if t is None else t.long().sub(first).clamp(0, seqlen_q).int() for t in mask.vectors]
+    left, right = (None if limit is None else limit + sign * past for limit, sign in ((mask.left, -1), (mask.right, 1)))
+    return ResolvedMask(left, right, *vectors)
+
+
+def _offsets(names: list[str], offset: int, batches: int = 1) -> dict[int, int]:
+    """What a call's offsets say, all the same."""
+    return {(names.index("offsets") + 1 << 32) + 4 * i: offset % 2**32 for i in range(batches * ("offsets" in names))}
+
+
 def fine_and_coarse(mask: ResolvedMask, seqlen_q: int, seqlen_k: int) -> Tensor:
     """The extrema of a mask's blocks as the host hands them over."""
     return torch.cat([column_bounds(mask, seqlen_q, seqlen_k, block, "cpu") for block in (BLOCK, COARSE_BLOCK)], dim=2)
@@ -150,12 +171,12 @@ def column_mask(names: list[str], mask: ResolvedMask, bounds: Tensor) -> tuple[d
         "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
         "present": sum(1 << i for i, t in enumerate(given.values()) if t is not None),
     }
-    words = {}
+    words, shape = {}, next(tuple(t.shape) for t in given.values() if t is not None)
     for name, t in (*given.items(), ("bounds", bounds)):
         start = names.index(name) + 1 << 32
         for i, number in enumerate([] if t is None else t.flatten().tolist()):
             words[start + 4 * i] = number % 2**32
-        values.setdefault(name, ((0 if t is None else t.numel(),), ()))
+        values.setdefault(name, (shape, (shape[1] * shape[2], shape[2])))
     return values, words
 
 
@@ -198,7 +219,8 @@ def backward_names(config: BackwardConfig) -> list[str]:
         "tma_q tma_k tma_v tma_do m m m", True, "m", not config.pair,
         "cu_q cu_k", config.varlen, "used", config.used,
         "seqlen_q m_blocks n_blocks batches", True, "lts lte uts ute bounds present", config.columns,
-        DROPOUT, config.dropout, "slopes origin", config.bias == "alibi", "table spread origin", config.bias == "distance",
+        "offsets", config.q_offset, DROPOUT, config.dropout,
+        "slopes origin", config.bias == "alibi", "table spread origin", config.bias == "distance",
         "gradient", config.bias_grad, "scale softcap left right section", True,
         "items whole split each steps", not config.pair,
     )  # fmt: skip
@@ -207,7 +229,7 @@ def backward_names(config: BackwardConfig) -> list[str]:
 def backward(
     traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
     split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None, handed_out: int = 0,
-    sequences: Sequences | None = None, cuts: dict[int, int] | None = None, batches: int = 1,
+    sequences: Sequences | None = None, cuts: dict[int, int] | None = None, batches: int = 1, offset: int = 0,
 ) -> Launch:  # fmt: skip
     """As ``forward``; ``blocks`` 0: one for each key block.
 
@@ -238,11 +260,11 @@ def backward(
         "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": batches,
         **DROPPED, "slopes": ((1, heads), (heads,)), "origin": ENTRIES // 2, "table": ((heads, ENTRIES), (ENTRIES,)),
         "spread": ((heads * head_length(ENTRIES),), ()), "gradient": ((heads, ENTRIES), (ENTRIES,)),
-        "left": left, "right": 0, "section": 1, "items": total - split + -(-split * steps // each),
+        "left": left, "right": 0, "offsets": ((batches,), ()), "section": 1, "items": total - split + -(-split * steps // each),
         "whole": total - split if config.stream_k else total, "split": split, "each": each, "steps": steps,
     }  # fmt: skip
     names = backward_names(config)
-    words = _facts(names, heads)
+    words = _facts(names, heads) | _offsets(names, offset, batches)
     if sequences is not None:
         packed_values, starts = _packed(names, sequences)
         values, words = values | packed_values, words | starts
@@ -281,7 +303,7 @@ def cut_table(cuts: dict[int, int]) -> list[int]:
 
 def before(
     traced: Traced, config: BackwardConfig, q: tuple[int, ...], k: tuple[int, ...], bounds: Tensor, section: int,
-    processors: int, slots: int,
+    processors: int, slots: int, offset: int = 0,
 ) -> Launch:  # fmt: skip
     """The first thread block of the kernel before a masked backward, counters watched; ``q``, ``k``: batch, seqlen, heads."""
     m_blocks, n_blocks = -(-q[1] // config.tile_m), -(-k[1] // (config.tile_n * (2 if config.pair else 1)))
@@ -292,14 +314,14 @@ def before(
         "lse": ((q[0], q[2], q[1]), (q[1] * q[2], q[1])), "counters": ((COUNTERS,), (), SUMS),
         "bounds": (tuple(bounds.shape), (bounds.stride(0), bounds.stride(1))),
         "n_blocks": n_blocks, "section": section, "left": 0, "right": 0, "m_blocks": m_blocks,
-        "blocks": processors, "slots": slots, "cleared": 0,
+        "blocks": processors, "slots": slots, "cleared": 0, "offsets": ((q[0],), ()),
     }  # fmt: skip
     names = names_of(
-        "out do lse sums stats counters q bounds k n_blocks section left right blocks slots m_blocks", True,
-        "cleared", config.dealt,
+        "out do lse sums stats counters q bounds", True, "offsets", config.q_offset,
+        "k n_blocks section left right blocks slots m_blocks", True, "cleared", config.dealt,
     )  # fmt: skip
     start = names.index("bounds") + 1 << 32
-    words = {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())}
+    words = {start + 4 * i: x for i, x in enumerate(bounds.flatten().tolist())} | _offsets(names, offset, q[0])
     return launch(traced, values, names, words=words, watched=range(SUMS, SUMS + 4 * COUNTERS))
 
 

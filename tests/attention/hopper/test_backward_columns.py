@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose, cut_table, fine_and_coarse
+from tests.attention.hopper.played import COUNTERS, SUMS, backward, before, choose, chunk_of, cut_table, fine_and_coarse
 from tests.attention.hopper.test_backward_barriers import multiplied
 from tests.compiled import Built, machine_code
 from tests.plain import plain
@@ -81,8 +81,27 @@ COLUMNS = {
     "head_dim 256, causal, dropout": backward_config(
         Features(BF16, 256, 256, columns=True, right=True, dropout=True), short=False
     ),
+    "head_dim 64, causal, chunks": backward_config(
+        Features(BF16, 64, 64, columns=True, right=True, q_offset=True), short=False
+    ),
+    "head_dim 128, window, chunks": backward_config(
+        Features(BF16, 128, 128, columns=True, right=True, left=True, q_offset=True), short=False
+    ),
+    "head_dim 128, causal, chunks, deterministic": backward_config(
+        Features(BF16, 128, 128, columns=True, right=True, q_offset=True, deterministic=True), short=False
+    ),
+    "head_dim 64, causal, chunks, deterministic": backward_config(
+        Features(FP16, 64, 64, columns=True, right=True, q_offset=True, deterministic=True), short=False
+    ),
+    "head_dim 192, causal, chunks": backward_config(
+        Features(BF16, 192, 192, columns=True, right=True, q_offset=True), short=False
+    ),
+    "head_dim 256, window, chunks": backward_config(
+        Features(BF16, 256, 256, columns=True, right=True, left=True, q_offset=True), short=False
+    ),
 }
 QUERIES, KEYS, LEFT = 230, 300, 110
+OFFSETS = (-5, 0, 1, 64, 100, 200, 270, 350, 1 << 29, 2**31 - 1)  # of chunks
 
 
 def drawn(heads: int, seqlen_q: int, seqlen_k: int, causal: bool, generator: torch.Generator) -> Mask:
@@ -181,13 +200,20 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def masked(name: str, heads: int, seed: int) -> tuple[Any, Tensor, dict[str, int]]:
-    """The resolved mask of a variant, its bounds, and what else its launch takes."""
+    """The resolved mask of a variant, its bounds, and what else its launch takes.
+
+    With offsets those are what a chunk of a whole's rows sees of its mask.
+    """
     config, generator = COLUMNS[name], torch.Generator().manual_seed(seed)
-    mask = drawn(heads, QUERIES, KEYS, config.right, generator)
-    resolved = mask.resolve(QUERIES, KEYS)
+    offset = OFFSETS[seed % len(OFFSETS)] if config.q_offset else 0
+    mask = drawn(heads, QUERIES + min(max(offset, 0), 350), KEYS, config.right, generator)
+    resolved, options = mask.resolve(QUERIES, KEYS), {"offset": offset} if config.q_offset else {}
     if config.left:
-        resolved = resolved._replace(left=LEFT)
-    return resolved, fine_and_coarse(resolved, QUERIES, KEYS), {"left": LEFT} if config.left else {}
+        resolved, options = resolved._replace(left=LEFT), options | {"left": LEFT}
+    if config.q_offset:
+        print(f"offset {offset}")
+        resolved = chunk_of(resolved, offset, QUERIES, KEYS)
+    return resolved, fine_and_coarse(resolved, QUERIES, KEYS), options
 
 
 def span_of(config: Any) -> int:
@@ -223,7 +249,7 @@ def blocks_of(config: Any, processors: int) -> int:
     return processors * (2 if config.pair else 1) if config.persistent else 0
 
 
-HEADS = [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1, 1, 2, 2, 1, 2]
+HEADS = [1, 2, 1, 2, 1, 2, 1, 2, 1, 1, 2, 2, 1, 1, 1, 2, 2, 1, 2, 1, 2, 1, 2, 1, 2]
 
 
 @builds
@@ -250,7 +276,9 @@ def test_visible_tiles_once_without_hang_or_race(name: str, heads: int, built: B
 
 @builds
 @pytest.mark.parametrize("processors", [1, 3])
-@pytest.mark.parametrize("name", ["head_dim 128, causal", "head_dim 64, causal", "head_dim 96, window"])
+@pytest.mark.parametrize(
+    "name", ["head_dim 128, causal", "head_dim 64, causal", "head_dim 96, window", "head_dim 64, causal, chunks"]
+)
 def test_dq_of_later_heads_begins_at_zero(name: str, processors: int, built: Built) -> None:
     """Blocks of a key head clear the next one's dQ; who adds to it comes after all zeros."""
     seed, batches, config = random.randrange(2**32), 6, COLUMNS[name]
@@ -271,6 +299,8 @@ DETERMINISTIC = [
     ("head_dim 192, causal, deterministic", 2),
     ("head_dims 192 and 128, causal, deterministic", 1),
     ("head_dim 256, causal, deterministic", 2),
+    ("head_dim 128, causal, chunks, deterministic", 2),
+    ("head_dim 64, causal, chunks, deterministic", 1),
 ]
 
 
@@ -389,17 +419,27 @@ def test_heads_go_abreast_or_one_after_the_other(kind: str, built: Built) -> Non
 
 @builds
 @pytest.mark.parametrize(
-    ("batch", "processors", "slots", "own"), [(1, 40, 1000, 4), (2, 132, 1000, 4), (2, 132, 9, 4), (2, 132, 1000, 1)]
+    ("batch", "processors", "slots", "own", "offset"),
+    [(1, 40, 1000, 4, None), (2, 132, 1000, 4, None), (2, 132, 9, 4, None), (2, 132, 1000, 1, None), (2, 132, 1000, 4, 3000)],
 )
-def test_long_blocks_are_cut(batch: int, processors: int, slots: int, own: int, built: Built) -> None:
-    """As ``guided_pieces`` has it, of no more blocks than may be; of those the last ones. Heads have one mask or four."""
-    name, seqlen_q, seqlen_k, heads_kv, section = "head_dim 64, causal", 9000, 70 * 128, 2, 2
+def test_long_blocks_are_cut(
+    batch: int, processors: int, slots: int, own: int, offset: int | None, built: Built
+) -> None:  # fmt: skip
+    """As ``guided_pieces`` has it, of no more blocks than may be; of those the last ones. Heads have one mask or four.
+
+    ``offset``: of the queries, in every batch entry.
+    """
+    name = "head_dim 64, causal" if offset is None else "head_dim 64, causal, chunks"
+    seqlen_q, seqlen_k, heads_kv, section, first = 9000, 70 * 128, 2, 2, offset or 0
     seed, config = random.randrange(2**32), COLUMNS[name]
     print(f"seed {seed}")
-    mask = drawn(own, seqlen_q, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(seqlen_q, seqlen_k)
+    whole = seqlen_q + first
+    mask = drawn(own, whole, seqlen_k, True, torch.Generator().manual_seed(seed)).resolve(whole, seqlen_k)
+    mask = mask if offset is None else chunk_of(mask, offset, seqlen_q, seqlen_k)
     traced = built.traced(name, "kernel_cutlass_before")
     bounds = fine_and_coarse(mask, seqlen_q, seqlen_k)
-    launch = before(traced, config, (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv), bounds, section, processors, slots)
+    sizes = (batch, seqlen_q, 4), (batch, seqlen_k, heads_kv)
+    launch = before(traced, config, *sizes, bounds, section, processors, slots, first)
     machine = Noting(traced.kernel, launch, seed).run()
     edges, wide = tiles.block_edges(seqlen_k, 128), tiles.column_bounds(mask, seqlen_q, seqlen_k, 128)
     seen = torch.zeros(own, 70, dtype=torch.int64)
@@ -512,15 +552,17 @@ def test_bits_are_the_elements_of_a_thread(rows: int) -> None:
 
 @pytest.mark.parametrize("keys_each", [48, 56])
 @pytest.mark.parametrize("left", [False, True])
-def test_lanes_find_each_others_elements(keys_each: int, left: bool) -> None:
+@pytest.mark.parametrize("offset", [None, 0, 30, 100])
+def test_lanes_find_each_others_elements(keys_each: int, left: bool, offset: int | None) -> None:
     """Past head_dim 128 a lane finds the bits of two keys, of which others have the elements: all that is hidden, no more."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     generator, keys = torch.Generator().manual_seed(seed), 4 * keys_each - 13
-    mask = drawn(1, 200, keys, True, generator).resolve(200, keys)
+    first, shift = offset or 0, keys - 200 if offset is None else offset
+    mask = drawn(1, 200 + first, keys, True, generator).resolve(200 + first, keys)
     vectors = [t[0, 0].tolist() for t in mask.vectors]
-    shown = masks_dense(mask, 200, keys)[0, 0]
-    band = torch.arange(keys)[None] - (keys - 200) - torch.arange(200)[:, None]
+    shown = masks_dense(mask, 200 + first, keys)[0, 0, first:]
+    band = torch.arange(keys)[None] - shift - torch.arange(200)[:, None]
     shown = shown & (band <= 0) & (band >= -70 if left else band < 1000)
     arch = SimpleNamespace()
     names = {
@@ -530,14 +572,18 @@ def test_lanes_find_each_others_elements(keys_each: int, left: bool) -> None:
     file = "attention/hopper/backward_roles.py"
     find, hide = (plain(file, f"RolesBackward.{name}", **names) for name in ("find_hidden", "hide"))
     kernel = SimpleNamespace(
-        config=SimpleNamespace(right=True, left=left), tile_m=64, tile_n=2 * keys_each, keys_each=keys_each, step_word=int
+        config=SimpleNamespace(right=True, left=left, q_offset=offset is not None),
+        tile_m=64,
+        tile_n=2 * keys_each,
+        keys_each=keys_each,
+        step_word=int,
     )
     columns = SimpleNamespace(vectors=[SimpleNamespace(shape=(1, 1, keys))])
     for m, warp, n_block, role in product(range(3), range(4), range(2), range(2)):
         lanes = [SimpleNamespace(role=role, row=16 * warp + i // 4, hidden_bits=[0]) for i in range(32)]
         given = SimpleNamespace(columns=columns, left=70, right=0)
         shared = SimpleNamespace(words=[0, 0, 0, n_block])
-        work = SimpleNamespace(given=given, shared=shared, seqlen_k=keys, shift=keys - 200)
+        work = SimpleNamespace(given=given, shared=shared, seqlen_k=keys, shift=shift)
         for i, r in enumerate(lanes):
             arch.lane_idx = lambda i=i: i
             find(kernel, r, work, m, 0)

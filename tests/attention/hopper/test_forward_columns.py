@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.attention.hopper.played import Claims, choose, forward
+from tests.attention.hopper.played import Claims, choose, chunk_of, forward
 from tests.attention.hopper.test_forward_barriers import multiplied
 from tests.compiled import Built, machine_code
 from tests.sm90.core import Run
@@ -36,6 +36,10 @@ CORE = {
     "head_dim 64, window, sink": config(Features(BF16, 64, 64, right=True, left=True, columns=True, sink=True), long=True),
     "head_dim 256, window, softcap, sink": config(
         Features(BF16, 256, 256, right=True, left=True, columns=True, softcap=True, sink=True), long=True
+    ),
+    "head_dim 64, causal, chunks": config(Features(BF16, 64, 64, right=True, columns=True, q_offset=True), long=True),
+    "head_dim 128, window, chunks": config(
+        Features(BF16, 128, 128, right=True, left=True, columns=True, q_offset=True), long=True
     ),
 }
 LEFT = 90  # of the window
@@ -71,7 +75,7 @@ class Watching(Machine):
         self.rows, self.span, self.read = variant.tile_m, variant.tile_m // owners, {}
         assert self.span == walked(variant)  # as explain() counts tiles
         barriers = 2 * variant.warpgroups + 5 * variant.stages + 5 + 4 * owners
-        words = (12 if variant.varlen else 8) + 2 * owners if variant.apart else 12
+        words = (12 if variant.varlen else 8 + variant.q_offset) + 2 * owners if variant.apart else 12
         self.start = -(-(-(-8 * barriers // 16) * 16 + 2 * 4 * words) // 16) * 16
 
     def _ld_shared(self, x: Instruction) -> Run:
@@ -125,9 +129,13 @@ def test_tiles_and_bits(name: str, kind: str, built: Built) -> None:
     print(f"seed {seed}")
     draw = random.Random(seed)
     seqlen_q, seqlen_k = (400, 400) if kind == "documents" else (draw.randrange(1, 420), draw.randrange(1, 600))
-    mask = drawn(kind, seqlen_q, seqlen_k, draw)
+    # With offsets the queries are a chunk of as many more; what a device's memory says may be anything.
+    offset = draw.choice((-5, 0, 7, 64, 150, 390, 600, 1 << 29, 2**31 - 1)) if variant.q_offset else 0
+    whole = seqlen_q + min(max(offset, 0), 600)
+    mask = drawn(kind, whole, seqlen_k, draw)
     mask = mask._replace(left=LEFT if variant.left else None, right=0 if variant.right else None)
-    launch = forward(traced, variant, seqlen_q, seqlen_k, 1, left=LEFT if variant.left else 0, mask=mask)
+    launch = forward(traced, variant, seqlen_q, seqlen_k, 1, left=LEFT if variant.left else 0, mask=mask, offset=offset)
+    mask = chunk_of(mask, offset, seqlen_q, seqlen_k) if variant.q_offset else mask
     machine = Watching(traced.kernel, launch, seed)
     machine.watch(variant)
     machine.run()
@@ -148,7 +156,10 @@ def test_tiles_and_bits(name: str, kind: str, built: Built) -> None:
         for m, n, head in product(*tiles, heads)
         if dense[head, m * span : (m + 1) * span, n * variant.tile_n : (n + 1) * variant.tile_n].any()
     }
-    assert seen <= listed <= {(m, n, head) for m, n, head in product(*tiles, heads) if classes[head][m, n] != HIDDEN}
+    # Of a window of chunks the last one may be listed too, where a query tile's keys would begin in it, past those there are.
+    spare = tiles[1][-1] if variant.q_offset and variant.left else None
+    assert seen <= listed
+    assert listed <= {(m, n, h) for m, n, h in product(*tiles, heads) if classes[h][m, n] != HIDDEN or n == spare}
     assert sorted(multiplied(machine)) == sorted(
         ((m * span + 64 * g, head), n * variant.tile_n) for m, n, head in listed for g in range(span // 64)
     )

@@ -14,15 +14,18 @@ from torch import Tensor
 
 import warploom
 from tests.attention.cases import CASES, MASKS, NARROWED, case, masked
+from tests.attention.chunked import CHUNKED, Chunked, chunked
 from tests.attention.packed import PACKED, Packed
 from tests.attention.packed_bounds import packed_bounds
 from tests.plain import parameters
 from warploom.attention import reference
 from warploom.attention.arguments import dense_args, varlen_args
 from warploom.attention.band import seen
-from warploom.attention.bounds import BLOCK
+from warploom.attention.bounds import BLOCK, COARSE_BLOCK
+from warploom.attention.chunks import chunk_args
 from warploom.attention.hopper import plan, run, run_backward
 from warploom.attention.hopper.config import CUT_WORDS, ForwardConfig
+from warploom.attention.hopper.offsets import with_columns
 from warploom.attention.hopper.plan import REACH, named_set
 from warploom.attention.problem import AttentionArgs
 from warploom.kernels.distances import head_length
@@ -80,9 +83,13 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             "scale": scale,
             "softcap": softcap,
         }
+        offsets = None
+        assert (mask is not None) == variant["columns"]
         if mask is not None:
             assert counter is not None and not counter.any()
-            options["mask"] = column_mask(mask, None if cu_k is None else cu_k.shape[0] - 1)
+            assert len(mask) == 6 + variant["q_offset"]
+            offsets = query_offsets(mask[6:], q.shape[0])
+            options["mask"] = column_mask(mask[:6], None if cu_k is None else cu_k.shape[0] - 1, offsets is not None)
         assert (dropout is not None) == variant["dropout"] and not (dropout and config.pack_gqa)
         if dropout is not None:
             options["dropout_seed"], options["dropout_p"], first = told(dropout)
@@ -93,7 +100,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             assert (largest == float("-inf")).all() and not config.pack_gqa
             largest.fill_(1.0)
         if cu_q is None:
-            found = attended(dense_args(q, k, v, **options), bias)
+            found = attended(dense_args(q, k, v, **options)._replace(q_offset=offsets), bias)
         else:
             assert counter is not None and not counter.any()
             (box, box_v), dim, dim_v = config.boxes, config.head_dim, config.head_dim_v
@@ -140,15 +147,24 @@ def told(dropout: tuple[Any, ...]) -> tuple[Tensor, float, int]:
     return words.view(torch.int64), dropout_p, 16 * first
 
 
-def column_mask(given: tuple[Any, ...], sequences: int | None) -> Mask:
-    """The mask that a module is handed, flat vectors with the batch entries and heads of their bounds."""
+def query_offsets(given: tuple[Tensor, ...], batch: int) -> Tensor | None:
+    """What a module is handed of them."""
+    for offsets in given:
+        assert offsets.dtype == torch.int32 and offsets.is_contiguous() and offsets.shape == (batch,)
+        return offsets
+    return None
+
+
+def column_mask(given: tuple[Any, ...], sequences: int | None, of_entries: bool = False) -> Mask:
+    """The mask that a module is handed; its bounds have its batch entries, or those of a call with query offsets."""
     *vectors, bounds, present = given
     assert bounds.dtype == torch.int32 and bounds.is_contiguous()
-    found = [t.view(*bounds.shape[:2], -1) if present >> i & 1 else None for i, t in enumerate(vectors)]
+    found = [t if present >> i & 1 else None for i, t in enumerate(vectors)]
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in vectors)
-    keys = vectors[0].numel() // bounds[..., 0, 0].numel()
+    keys = vectors[0].shape[2]
     blocks = -(-keys // 64) if sequences is None else keys // 64 + keys // 2048 + 2 * sequences
-    assert bounds.shape[2:] == (blocks, 8) and vectors[0].shape[:2] == bounds.shape[:2]
+    assert bounds.shape[2:] in ((blocks, 8), (blocks + of_entries * -(-keys // 2048), 8))
+    assert bounds.shape[1] == vectors[0].shape[1] and (of_entries or bounds.shape[0] == vectors[0].shape[0])
     return ColumnMask(*found) if present else Full()  # the first launch's has none
 
 
@@ -187,6 +203,29 @@ def test_mask(name: str, narrow: bool) -> None:
         args = args._replace(bounds=column_bounds(args.mask, q.shape[1], k.shape[1], BLOCK, "cpu"))
     want = warploom.attention(q, k, v, sink=sink, return_lse=True, backend="reference", **call.keywords)
     assert_same(run.forward(args), want)
+
+
+CHUNKS = [name for name in CHUNKED if "dropout" not in name and "scale" not in name]
+
+
+def chunk_call(name: str, apart: bool = False) -> tuple[AttentionArgs, Chunked]:
+    """A call with query offsets, with room for bounds of its entries' rows; ``apart``: its offsets do not lie together."""
+    given = chunked(name, 3, dtype=torch.float16)
+    offsets = torch.tensor(given.offsets, dtype=torch.int32)
+    if apart:
+        offsets = torch.stack([offsets, offsets - 7], dim=1)[:, 0]
+    args = with_columns(chunk_args(given.q, given.k, given.v, offsets, seqlen_q=given.whole, sink=given.sink, **given.keywords))
+    heads = next(t.shape[1] for t in args.mask.vectors if t is not None)
+    blocks = sum(-(-given.k.shape[1] // columns) for columns in (BLOCK, COARSE_BLOCK))
+    return args._replace(bounds=torch.zeros(len(given.offsets), heads, blocks, 8, dtype=torch.int32)), given
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks(name: str) -> None:
+    """Offsets, vectors of the whole, and the band that counts from them; one vector that hides nothing where there is none."""
+    args, given = chunk_call(name, apart="window" in name)
+    want = given.expected()
+    assert_same(run.forward(args), (want["out"].half(), want["lse"].float()))
 
 
 @pytest.mark.parametrize("name", ["causal", "window behind", "strided", "head_dim 40 and 72", "softcap, sink and lse"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import warploom
 from tests.attention.cases import CASES, MASKS, NARROWED, case, masked
-from tests.attention.hopper.test_run import told
+from tests.attention.hopper.test_run import CHUNKS, chunk_call, told
 from tests.attention.packed import PACKED, Packed
 from tests.attention.packed_bounds import packed_bounds
 from tests.plain import parameters
@@ -49,6 +49,7 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
         scale: float, softcap: float, left: int, right: int, masked: Tensor | None = None,
         dropout: tuple[Any, ...] | None = None, bias: tuple[Any, ...] | None = None, sequence: int | None = None,
+        offsets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Gradients of (batch, seqlen, heads, dim) in fp64, given lse and delta (batch, heads, seqlen)."""
         assert (dropout is not None) == variant["dropout"]
@@ -60,7 +61,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         if variant["softcap"]:
             bent = torch.tanh(s / softcap)
             s, slope = softcap * bent, 1 - bent.square()
-        distance = torch.arange(s.shape[2])[:, None] + s.shape[3] - s.shape[2] - torch.arange(s.shape[3])
+        shift = s.shape[3] - s.shape[2] if offsets is None else offsets[:, None, None, None]
+        distance = torch.arange(s.shape[2])[:, None] + shift - torch.arange(s.shape[3])
         assert (bias is not None) == bool(variant["bias"])
         if bias is not None and variant["bias"] == "distance":
             table, room, origin, *gradient = bias
@@ -88,11 +90,14 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in parts[1:])
         return parts[0].transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
-    def hidden_by(vectors: Sequence[Tensor | None], queries: int, keys: int, heads: int) -> Tensor | None:
+    def hidden_by(
+        vectors: Sequence[Tensor | None], queries: int, keys: int, heads: int, offsets: Tensor | None = None
+    ) -> Tensor | None:
         """What the columns hide, of each head."""
         if not variant["columns"]:
             return None
-        masked = ~visible(ResolvedMask(None, None, *vectors), torch.arange(queries), torch.arange(keys), 0)
+        rows = torch.arange(queries) if offsets is None else torch.arange(queries) + offsets.long()[:, None, None]
+        masked = ~visible(ResolvedMask(None, None, *vectors), rows, torch.arange(keys), 0)
         return masked.repeat_interleave(heads // masked.shape[1], 1)
 
     def carve(tiles: int, dq: Tensor, workspace: Tensor, split: int = 0) -> Tensor:
@@ -146,7 +151,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         dq: Tensor, dk: Tensor, dv: Tensor, sums: Tensor,
         cu_q: Tensor | None, cu_k: Tensor | None, used: Tensor | None,
         lts: Tensor | None, lte: Tensor | None, uts: Tensor | None, ute: Tensor | None,
-        bounds: Tensor | None, present: int | None, dropout: tuple[Any, ...] | None, bias: tuple[Any, ...] | None,
+        bounds: Tensor | None, present: int | None, offsets: Tensor | None,
+        dropout: tuple[Any, ...] | None, bias: tuple[Any, ...] | None,
         scale: float, softcap: float, left: int, right: int, section: int, blocks: int, split: int, each: int,
     ) -> None:  # fmt: skip
         assert blocks == PROCESSORS
@@ -157,10 +163,15 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
             count = -(-k.shape[1] // 64)
             if cu_q is not None:
                 count = k.shape[0] // 64 + k.shape[0] // 2048 + 2 * (cu_q.shape[0] - 1)
-            assert bounds.shape[2:] == (count, 8) and bounds.shape[:2] == lts.shape[:2]
+            assert (offsets is not None) == variant["q_offset"]
+            if offsets is None:
+                assert bounds.shape[2:] == (count, 8) and bounds.shape[:2] == lts.shape[:2]
+            else:
+                assert offsets.dtype == torch.int32 and offsets.is_contiguous() and offsets.shape == q.shape[:1]
+                assert bounds.shape == (q.shape[0], lts.shape[1], count + -(-k.shape[1] // 2048), 8)
             vectors = tuple(t if present >> i & 1 else None for i, t in enumerate((lts, lte, uts, ute)))
         else:
-            assert (lts, lte, uts, ute, bounds, present) == (None,) * 6
+            assert (lts, lte, uts, ute, bounds, present, offsets) == (None,) * 7
         steps = q.shape[2] // k.shape[2] * -(-q.shape[1] // variant["tile_m"]) if cu_q is None else 0
         n_blocks = 0 if cu_q is not None else k.shape[0] * k.shape[2] * -(-k.shape[1] // variant["tile_n"])
         assert 0 <= split <= n_blocks and (split == 0 or PROCESSORS * each >= split * steps)
@@ -177,8 +188,8 @@ def kernel(spec: ModuleSpec) -> Callable[..., None]:
         delta = (dout.double() * out.double()).sum(-1).transpose(-1, -2)
         if dlse is not None:
             delta = delta - dlse
-        masked = hidden_by(vectors, q.shape[1], k.shape[1], q.shape[2])
-        options = (scale, softcap, left, right, masked, dropout, bias)
+        masked = hidden_by(vectors, q.shape[1], k.shape[1], q.shape[2], offsets)
+        options = (scale, softcap, left, right, masked, dropout, bias, None, offsets)
         stats = carve(q.shape[0] * q.shape[2] * -(-q.shape[1] // tile_m), dq, sums, split)
         rows = stats.view(q.shape[0], q.shape[2], -1, 2, tile_m)[:, :, :, 1]
         padded = torch.full((*delta.shape[:2], rows.shape[2] * tile_m), NAN)
@@ -222,6 +233,20 @@ def test_dense(name: str, deterministic: bool) -> None:
         given = torch.where(seen, given, 0.0)
     found = run_backward.backward(args, dout, given, out.detach().half(), lse.detach().float())
     compare(found[: len(want)], want)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_chunks(name: str, deterministic: bool) -> None:
+    args, given = chunk_call(name, apart="window" in name)
+    want = given.expected()
+    args = args._replace(deterministic=deterministic)
+    dlse = torch.where(torch.isinf(want["lse"]), 0.0, given.dlse) if given.call.lse_gradient else None
+    found = run_backward.backward(args, given.dout, dlse, want["out"].half(), want["lse"].float())
+    names = [name for name in ("dq", "dk", "dv", "dsink") if name in want]
+    if given.shared:
+        found = (found[0], *(t.sum(0, keepdim=True) for t in found[1:3]))
+    compare(found[: len(names)], tuple([want[name] for name in names]))
 
 
 @pytest.mark.parametrize("window", [(12, 0), (20, -5), (None, -7), (None, 0), (None, None), (0, 3)])
@@ -448,7 +473,7 @@ def test_which_calls_go_in_waves(shape: tuple[int, ...], monkeypatch: pytest.Mon
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
         names.append(spec.name)
-        return lambda *arguments: given.extend(arguments[26:])
+        return lambda *arguments: given.extend(arguments[27:])
 
     monkeypatch.setattr(modules, "load", load)
     monkeypatch.setattr(modules, "cannot_build", lambda: None)
@@ -496,7 +521,7 @@ def test_which_packed_calls_claim_tiles(
     given: list[Any] = []
 
     def load(spec: ModuleSpec) -> Callable[..., None]:
-        return lambda *arguments: given.extend((spec.name, arguments[26]))
+        return lambda *arguments: given.extend((spec.name, arguments[27]))
 
     monkeypatch.setattr(modules, "load", load)
     q, cu = torch.empty(5000, 8, 128, dtype=torch.float16), torch.tensor([0, 300, 300, 600], dtype=torch.int32)

@@ -14,6 +14,7 @@ from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper.documents import MOST_KEYS, as_packed, settled
 from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
+from warploom.attention.hopper.offsets import as_masked, with_columns
 from warploom.attention.hopper.plan import (
     LONG,
     MANY,
@@ -27,6 +28,7 @@ from warploom.attention.hopper.plan import (
     invariance_refusal,
     is_short,
     largest_refusal,
+    offsets_refusal,
     pages_refusal,
     pages_unchecked,
     takes_columns,
@@ -56,6 +58,7 @@ NAME = "hopper"
 
 def _no_backward(problem: AttentionProblem, dlse: bool = False) -> str | None:
     """Why another implementation has to run the backward pass, or None."""
+    problem = as_masked(problem)
     short, features = False, Features.of(problem, dlse)
     if is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv, features.columns):  # a branch, for tracers too
         short = True
@@ -133,7 +136,7 @@ def _variant(problem: AttentionProblem) -> ForwardConfig:
     """
     if problem.dtype.itemsize == 1:
         return fp8_config(Features.of(problem), torch.bfloat16)
-    problem = as_wide(problem)
+    problem = as_masked(as_wide(problem))
     variant, usual = config_for(problem), config(Features.of(problem), problem.seqlen_k >= LONG)
     if variant != usual and modules.loaded(variant.spec) is None and modules.cannot_come(variant.spec):
         return usual
@@ -171,7 +174,10 @@ class Hopper(Beside):
             if refused is not None:
                 return refused
         if problem.q_offset:
-            return "has no query offsets yet"
+            refused = offsets_refusal(problem)
+            if refused is not None:
+                return refused
+            problem = as_masked(problem)
         if problem.bias:
             refused = bias_refusal(problem)
             if refused is not None:
@@ -204,7 +210,7 @@ class Hopper(Beside):
                 f"batch_invariant: k has {args.k.shape[0]} packed tokens, and {NAME}, which runs this call's sequences, takes "
                 f"{MOST_KEYS} at a time; make two calls, or name backend='triton' for all"
             )
-        return settled(args)
+        return settled(with_columns(args))
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         """Those that are computed."""
@@ -318,7 +324,7 @@ class Hopper(Beside):
         """
         if args.scale <= 0.0 or _reaches_too_far(args) or args.q.numel() == 0 or args.k.numel() == 0:
             return None
-        if args.bias is not None or args.k_scale is not None:
+        if args.bias is not None or args.k_scale is not None or args.q_offset is not None:
             return None
         from warploom.attention.hopper.run import bind as run
         from warploom.attention.hopper.run import parts_counters
@@ -373,6 +379,8 @@ class Hopper(Beside):
         self, args: AttentionArgs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
     ) -> Callable[..., tuple[Tensor, ...]] | None:
         """What launches further backward passes: (dout, dlse, out, lse) and what ``bind`` takes to dq, dk, dv and dsink."""
+        if args.q_offset is not None:
+            return None
         if _takes_backward(args, dlse is not None):
             from warploom.attention.hopper.run_backward import bind as run
 

@@ -96,6 +96,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         ute: cute.Tensor | None,
         bounds: cute.Tensor | None,
         present: Int32 | None,
+        offsets: cute.Tensor | None,
         dropout: tuple[Any, ...] | None,  # as ``dropout_of`` has it
         bias: tuple[Any, ...] | None,  # as ``slopes_of`` or ``distances_of`` has it
         scale: Float32,
@@ -130,7 +131,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             each = schedule.stretch(section, n_blocks, blocks)
             cleared = cutlass.min(each * (heads_q // k.shape[2]), heads_q * batch) * m_blocks
         if const_expr(self.config.dealt or self.config.ordered > 0):
-            masked = (bounds, k, n_blocks, section, left, right, blocks, split)
+            masked = (bounds, offsets, k, n_blocks, section, left, right, blocks, split)
         if const_expr(self.config.reaches):
             self.launch_measure(q, k, v, dout, bias, stream)
         if const_expr(self.reads_distances):
@@ -146,7 +147,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             views = [ragged(t) for t in views]
         self.launch(
             views, (dk, dv, sums, partial, stats, counters), (cu_q, cu_k, used, seqlen_q, m_blocks, n_blocks, batch),
-            (lts, lte, uts, ute, bounds, present), (dropout, bias), (scale, softcap, left, right, section), heads_q,
+            (lts, lte, uts, ute, bounds, present, offsets), (dropout, bias), (scale, softcap, left, right, section), heads_q,
             (blocks, split, each), stream,
         )  # fmt: skip
         # Query tiles before the first that a key sees: where the first block at a tile stores, none came to these.
@@ -291,6 +292,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
         ute: cute.Tensor | None,
         bounds: cute.Tensor | None,
         present: Int32 | None,
+        offsets: cute.Tensor | None,
         dropout: tuple[Any, ...] | None,
         bias: tuple[Any, ...] | None,
         scale: Float32,
@@ -361,7 +363,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             counters=counters,
             left=left,
             right=right,
-            columns=columns_of((lts, lte, uts, ute, bounds, present)),
+            columns=columns_of((lts, lte, uts, ute, bounds, present, offsets)),
             dropout=drops,
             slopes=slopes_of(bias) if const_expr(self.biased) else None,
             distances=distances_of(bias) if const_expr(self.reads_distances) else None,

@@ -19,6 +19,7 @@ from warploom.attention.hopper.config import BackwardConfig
 from warploom.attention.hopper.near import Near
 from warploom.kernels.cute.barriers import BackwardBarrier
 from warploom.kernels.cute.basics import DTYPES, WARP, WARPGROUP, choose
+from warploom.kernels.cute.columns import query_offset
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.packed import bounds, first_tile, locate, seen_keys
 from warploom.kernels.cute.rings import Mbarriers, init_rings
@@ -38,6 +39,7 @@ BOTH, DQ_THREADS = WARPGROUPS * WARPGROUP, WARPGROUP + WARP
 DQ_ODD = BackwardBarrier.DQ_FULL_ODD - BackwardBarrier.DQ_FULL
 # A key block as the scheduler hands it out: its number (below 0: no more), head, batch, the four bounds of its query tiles and
 # whether they rise; for packed sequences also where queries and keys start, how many there are, the shift and the first tile.
+# With query offsets the shift comes last.
 # Where the last blocks are shared out, the bounds are those of a piece in steps, and its block's number among them comes last.
 DENSE_WORDS, PACKED_WORDS = 8, 14
 TURN_BIT = 29  # in the number of a step, the parity of its block, where those are numbered so
@@ -192,7 +194,8 @@ class BackwardBase(Near):
         # The scheduler says what consumers' registers have no room for beside a long step: the group's size, how many steps
         # came before a block, modulo the rings, and in TURN_BIT whether its words are the first or the second.
         self.numbers_steps = config.columns and config.tile_m == 128 and not config.dealt
-        self.block_words = PACKED_WORDS if config.varlen else DENSE_WORDS
+        # Two words more for one: ptxas would read those of a writer warp, were they aligned, and of the other by one load.
+        self.block_words = PACKED_WORDS if config.varlen else DENSE_WORDS + 2 * config.q_offset
 
     def init_both(self, shared: Any, releases: int) -> None:
         """The barriers of the rings of Q and dO, whose stages are free after so many releases."""
@@ -244,7 +247,7 @@ class BackwardBase(Near):
                 seqlen_k = cutlass.max(cutlass.min(seqlen_k, given.used[sequence]), 0)
             q_start, seqlen_q = bounds(cu_q, sequence, total_q)
             tile = first_tile(cu_q, sequence, self.tile_m, total_q)
-        shift = seqlen_k - seqlen_q
+        shift = query_offset(given.columns, batch) if self.config.q_offset else seqlen_k - seqlen_q
         whole, hidden = seqlen_k, Int32(0)
         if self.config.varlen:
             if given.used is not None:
@@ -357,6 +360,8 @@ class BackwardBase(Near):
         lengths = [Int32(0), Int32(0), seqlen_q, seqlen_k, seqlen_k - seqlen_q, Int32(0)]
         if self.config.varlen:
             lengths = words[DENSE_WORDS - 1 :]
+        if self.config.q_offset:
+            lengths[4] = words[DENSE_WORDS - 1]
         group_size = given.q_shape[2] // given.k_shape[2]
         if self.numbers_steps:
             group_size = tiles[1] >> 2

@@ -270,7 +270,7 @@ class ColumnWalk(BackwardBase):
     def numbers_of(self, work, row, keys):
         """This thread's number of two keys of its quad in a mask's row: lts, lte, uts or ute, by the lane in it.
 
-        Past the last key they hide all.
+        Past the last key they hide all. With query offsets they count from the batch entry's first row, too.
         """
         columns, which = work.given.columns, cute.arch.lane_idx() % 4
         length = columns.vectors[0].shape[2]
@@ -290,6 +290,8 @@ class ColumnWalk(BackwardBase):
                     source = cute.make_ptr(Int32, at, cute.AddressSpace.gmem, assumed_align=4)
                     found = cute.make_tensor(source, cute.make_layout(1))[0]
                     found = cutlass.min(cutlass.max(found, 0), FAR)
+            if const_expr(self.config.q_offset):
+                found = found - work.shift
             own.append(found)
         return own
 
@@ -305,7 +307,7 @@ class ColumnWalk(BackwardBase):
         The keys' numbers are read anew in each such step, from L1 but for a block's first: the others' registers are short.
         """
         at, words = self.step_word(stage), work.shared.words
-        if const_expr(self.config.varlen):
+        if const_expr(self.config.varlen or (self.config.q_offset and not self.config.pair)):
             work = self.again(work)
         n_block = words[at + 3]
         own = self.own_columns(r, work, words[at + 1], n_block)

@@ -101,6 +101,8 @@ class Producer(Dealer):
             words = [n_block, work.head, work.sequence if self.numbered else work.batch, *work.bounds, last]
             if const_expr(varlen):
                 words += [work.q_start, work.k_start, work.seqlen_q, work.seqlen_k, work.shift, work.first_tile]
+            if const_expr(self.config.q_offset):
+                words += [work.shift]
             if n_block * self.tile_n < work.seqlen_k and piece < pieces:
                 publish(shared.words, self.words_at(turn), words, shared.block_full)
                 turn += 1
@@ -117,6 +119,8 @@ class Producer(Dealer):
         work = self.describe(given, index)
         steps, dead = self.count_steps(work)
         words = [work.n_block, work.head, work.batch, Int32(0), dead, Int32(0), steps, work.rising]
+        if const_expr(self.config.q_offset):
+            words += [work.shift]
         publish(given.shared.words, self.words_at(Int32(0)), words, given.shared.block_full)
 
     @cute.jit

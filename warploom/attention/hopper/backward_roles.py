@@ -254,7 +254,8 @@ class RolesBackward(HopperBackward):
             own = 32 * i + lane
             key, bits = n_block * self.tile_n + r.role * self.keys_each + own, Int32(-1)
             if own < self.keys_each and key < work.seqlen_k:
-                limits = [in_tile(row, top, QUERIES) for row in intervals(columns, Int64(mask) * length + key)]
+                first = top + work.shift if const_expr(self.config.q_offset) else top
+                limits = [in_tile(row, first, QUERIES) for row in intervals(columns, Int64(mask) * length + key)]
                 bits = (shifted(-1, limits[0]) & ~shifted(-1, limits[1])) | (shifted(-1, limits[2]) & ~shifted(-1, limits[3]))
                 diagonal = key - work.shift
                 if const_expr(self.config.right):

@@ -122,7 +122,7 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
 
     def key_blocks(self, out: Any, m_blocks: Any, masked: Any) -> Call:
         """What is to be known of a masked call's key blocks, whose sizes and limits ``masked`` has."""
-        bounds, k, n_blocks, section, left, right = masked
+        bounds, offsets, k, n_blocks, section, left, right = masked
         batch, seqlen_q, heads, _ = out.shape
         seqlen_k, heads_kv = k.shape[1:3]
         return Call(
@@ -139,7 +139,7 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
             section=section,
             left=left,
             right=right,
-            columns=Columns(vectors=None, present=None, bounds=bounds),
+            columns=Columns(vectors=None, present=None, bounds=bounds, offsets=offsets),
             dropout=None,
             slopes=None,
             distances=None,

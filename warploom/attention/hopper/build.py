@@ -36,7 +36,7 @@ def compile_forward(config: dict[str, Any], name: str, library: Path) -> dict[st
     starts_k = variant.varlen and not variant.paged
     packed = [vector(Int32, present) for present in (variant.varlen, starts_k, variant.used, counted)]
     parts = rows(3, align=16) if variant.split else None  # in place of it the lse where nothing is split
-    mask = column_mask() if variant.columns else None
+    mask = column_mask(variant.q_offset) if variant.columns else None
     drop = dropout() if variant.dropout else None
     added = slopes(reaches=True) if variant.reaches else _BIASES[variant.bias]()
     largest = rows(2) if variant.largest else None
@@ -58,9 +58,9 @@ def compile_backward(config: dict[str, Any], name: str, library: Path) -> dict[s
     workspace = make_fake_tensor(Float32, (cute.sym_int64(),), stride=(1,), assumed_align=16)
     scalars = [Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(1), Int32(1), Int32(0), Int32(0), stream()]
     packed = [vector(Int32, present) for present in (variant.varlen, variant.varlen, variant.used)]
-    columns: list[Any] = [None] * 6
+    columns: list[Any] = [None] * 7
     if variant.columns:
-        columns = [*column_mask()]
+        columns = [*column_mask(), vector(Int32, variant.q_offset)]
     added = distances(variant.bias_grad) if variant.bias == "distance" else _BIASES[variant.bias]()
     if variant.reaches:
         added = slopes(reaches=True)

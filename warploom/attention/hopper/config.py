@@ -92,6 +92,7 @@ class ForwardConfig:
     # puts it, before most, while the warpgroups issue their products one after the other.
     pv_wait: str = "late"
     columns: bool = False  # of the mask hide rows
+    q_offset: bool = False  # each batch entry has an offset, by which columns and the band count its rows
     dropout: bool = False
     split: bool = False  # may deal out the keys of tiles over all blocks
     # A tile holds so many queries (8, or more that divide 64) of each of several heads that share their keys; 0: of one head.
@@ -110,7 +111,7 @@ class ForwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}", band]
-        features = "columns", "softcap", "sink", "dropout", "varlen", "used", "split"
+        features = "columns", "q_offset", "softcap", "sink", "dropout", "varlen", "used", "split"
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [f"pages{self.page_box}"] if self.paged else []
         parts += [self.bias] if self.bias else []
@@ -207,6 +208,7 @@ class BackwardConfig:
     persistent: bool = False  # a block a processor, which takes key block after key block
     pair: bool = False  # two blocks of a cluster, of 64 keys each, exchange dS, and each adds half of the columns of dQ
     columns: bool = False  # of the mask hide rows
+    q_offset: bool = False  # as of the forward
     dropout: bool = False
     bias: str = ""  # "alibi", "distance", or none
     bias_grad: bool = False  # of a table of distances
@@ -219,7 +221,7 @@ class BackwardConfig:
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
         band = ("r" if self.right else "") + ("l" if self.left else "") or "full"
         parts = [self.dtype, f"d{dims}", f"{self.tile_m}x{self.tile_n}", f"s{self.stages}{self.dout_stages}", band]
-        features = "columns", "softcap", "dropout", "dlse", "deterministic", "varlen", "used"
+        features = "columns", "q_offset", "softcap", "dropout", "dlse", "deterministic", "varlen", "used"
         parts += [feature for feature in features if getattr(self, feature)]
         parts += [self.bias] if self.bias else []
         parts += ["grad"] if self.bias_grad else []

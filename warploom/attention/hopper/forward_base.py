@@ -28,8 +28,9 @@ DENSE_WORDS, PACKED_WORDS = 6, 11
 # those that are visible, whole, or hold columns that no row sees; and whether the query tile has more lists. For packed
 # sequences, whose number is in the place of batch, also where queries and keys start, and how many there are of each. Where
 # warpgroups go apart, the visible ones are those of any, whole those that are partial for none, and behind all these words
-# come those that each warpgroup sees, then those that are whole for it.
+# come those that each warpgroup sees, then those that are whole for it; with query offsets the batch entry's before those.
 LIST_WORDS, PACKED_LIST_WORDS = 8, 12
+OFFSET = LIST_WORDS
 QUERIES, HEAD, BATCH, BASE, WHOLE, EDGE = 0, 1, 2, 3, 5, 6
 Q_START, SEQLEN_Q, K_START, SEQLEN_K = 8, 9, 10, 11
 MASK_STAGES = 2  # of the ring of bits of partial tiles, under a column mask
@@ -72,7 +73,7 @@ class ForwardBase:
         self.warpgroups = config.warpgroups
         self.tile_stages = 2
         self.owners = config.warpgroups if config.apart else 1  # of lists and of masks
-        self.own_at = PACKED_LIST_WORDS if config.varlen else LIST_WORDS
+        self.own_at = PACKED_LIST_WORDS if config.varlen else LIST_WORDS + config.q_offset
         self.tile_words = TILE_WORDS if self.owners == 1 else self.own_at + 2 * self.owners
         self.mask_rows = self.tile_m // self.owners  # of an owner's mask
         self.q_stages = config.q_stages

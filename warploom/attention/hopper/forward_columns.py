@@ -25,6 +25,7 @@ from warploom.attention.hopper.forward_base import (
     HEAD,
     K_START,
     MASK_STAGES,
+    OFFSET,
     QUERIES,
     SEQLEN_K,
     SEQLEN_Q,
@@ -39,6 +40,7 @@ from warploom.kernels.cute.columns import (
     intervals,
     limits_in_tile,
     mask_row,
+    query_offset,
     sees_none,
     shown_rows,
     turned,
@@ -64,6 +66,7 @@ class MaskedRows(Fields):
     seqlen_k: Any
     left: Any
     right: Any
+    offset: Any  # of the batch entry, by which vectors and positions are past rows; None without query offsets
 
 
 def masked_tile(index: Any, m_blocks: Any, heads: Any, section: Any, last: Any, choose: Any) -> tuple[Any, Any]:
@@ -109,7 +112,10 @@ class ColumnProducer(Producer):
             head = head - batch * heads if index < tiles else Int32(-1)
             place = (m_block, head, batch, Int32(0), seqlen_q, Int32(0), seqlen_k)
             blocks = dense_blocks(columns.bounds, seqlen_k)
-            stage, phase = self.hand_out_lists(place, heads, blocks, shared, columns.bounds, stage, phase, left, right)
+            offset = query_offset(columns, batch) if const_expr(self.config.q_offset) else None
+            stage, phase = self.hand_out_lists(
+                place, heads, blocks, shared, columns.bounds, stage, phase, left, right, offset
+            )
 
     # The loader warp
 
@@ -193,6 +199,7 @@ class ColumnProducer(Producer):
         where they are, since registers are few.
         """
         heads = lse_shape[0] if const_expr(self.config.varlen) else lse_shape[1]
+        vectors = columns.vectors[0] if const_expr(self.config.q_offset) else columns.bounds  # where bounds are of each batch
         lists, masks = Int32(0), Int32(0)
         values, edges = Int32(0), Int32(0)  # stage of V, and a bit for the phase of each stage's ``v_landed``
         _, head, _, _, visible, _, _, _ = self.see_list(shared, 0, 0)
@@ -202,9 +209,9 @@ class ColumnProducer(Producer):
                 bit = highest_bit(visible)
                 visible = visible ^ (Int32(1) << bit)
                 if ((words[WHOLE] >> bit) & 1) == 0:
-                    row = cutlass.min(words[BATCH], columns.bounds.shape[0] - 1)
-                    if columns.bounds.shape[1] > 1:  # a division takes 200 clocks
-                        row = mask_row(words[BATCH], words[HEAD], heads, columns.bounds)
+                    row = cutlass.min(words[BATCH], vectors.shape[0] - 1)
+                    if vectors.shape[1] > 1:  # a division takes 200 clocks
+                        row = mask_row(words[BATCH], words[HEAD], heads, vectors)
                     start = Int64(row)
                     if const_expr(self.config.varlen):
                         start = start * (k_shape[3] - 1) + words[K_START]
@@ -220,11 +227,13 @@ class ColumnProducer(Producer):
                         seqlen_k=seqlen_k,
                         left=left,
                         right=right,
+                        offset=words[OFFSET] if const_expr(self.config.q_offset) else None,
                     )
                     tile = (words[BASE] + bit) * self.tile_n
                     column = self.masked_column(part, tile)
                     inside, apart = seqlen_k - column, self.neighbours
-                    limits = limits_in_tile(columns, start + column, inside, rows.top, self.tile_m, apart)
+                    top = rows.top + rows.offset if const_expr(self.config.q_offset) else rows.top
+                    limits = limits_in_tile(columns, start + column, inside, top, self.tile_m, apart)
                     if const_expr(self.owners > 1):
                         masks = self.put_own_masks(part, rows, words, bit, column, limits, shared, masks)
                     else:
@@ -264,12 +273,19 @@ class ColumnProducer(Producer):
                 masks += (after - number) << (RING_BITS * g)
         return masks
 
+    def shift(self, rows: Any) -> Any:
+        """By how much a query's position is past its row."""
+        return rows.offset if self.config.q_offset else rows.seqlen_k - rows.seqlen_q
+
     @cute.jit
     def hidden(self, rows, column):
         """Rows that a column hides, and [first, past) that see it by the band."""
         here = cutlass.min(column, rows.seqlen_k - 1)
-        first, past = band_rows(self.config, here, rows.seqlen_k - rows.seqlen_q, rows.left, rows.right)
-        return intervals(rows.columns, rows.start + here), first, past
+        first, past = band_rows(self.config, here, self.shift(rows), rows.left, rows.right)
+        found = intervals(rows.columns, rows.start + here)
+        if const_expr(self.config.q_offset):
+            found = tuple([cutlass.max(row, 0) - rows.offset for row in found])
+        return found, first, past
 
     def masked_column(self, part: Any, tile: Any) -> Any:
         """The first of a lane's columns whose bits ``part`` makes; the other one is ``neighbours`` further on."""
@@ -285,7 +301,7 @@ class ColumnProducer(Producer):
         bits of a column are a ballot's word.
         """
         lane = unknown(cute.arch.lane_idx())
-        diagonal = column - (rows.seqlen_k - rows.seqlen_q) - rows.top
+        diagonal = column - self.shift(rows) - rows.top
         blocks = self.mask_rows // 32 if const_expr(self.owners > 1) else 1  # of 32 rows, at once
         for j in cutlass.range(self.mask_rows // 32 // blocks, unroll=1):
             shown = self.shown(rows, limits, diagonal, first + 32 * blocks * j, blocks)

@@ -44,8 +44,10 @@ class Lists(ForwardBase):
         return cute.arch.shuffle_sync(index, 0)
 
     @cute.jit
-    def hand_out_lists(self, place, heads, blocks, shared, bounds, stage, phase, left, right):
+    def hand_out_lists(self, place, heads, blocks, shared, bounds, stage, phase, left, right, offset=None):
         """The lists of a query tile, whose ``place`` is: query tile, head, batch, and starts and lengths of queries and keys.
+
+        ``offset``: of a call with query offsets the batch entry's, by which a query's position is past its row.
 
         A list waits until the next one is found, or none: so every list but a tile's only one is not empty.
         """
@@ -53,6 +55,9 @@ class Lists(ForwardBase):
         queries = self.config.queries
         lane, shift = cute.arch.lane_idx(), seqlen_k - seqlen_q
         of_sequence = (q_start, seqlen_q, k_start, seqlen_k) if const_expr(self.config.varlen) else ()
+        of_entry = (offset,) if const_expr(self.config.q_offset) else ()
+        if const_expr(self.config.q_offset):
+            shift = offset
         base, visible, whole, edge, own = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         if head >= 0:
             top = m_block * queries
@@ -76,7 +81,7 @@ class Lists(ForwardBase):
                     n = start + lane
                     found = Int32(0)
                     if const_expr(self.owners > 1):
-                        lengths = (seqlen_q, seqlen_k)
+                        lengths = (seqlen_q, seqlen_k, shift)
                         seen, plain, dead, found = self.own_classes(bounds, mask, n, blocks, top, lengths, left, right)
                     else:
                         hidden, touched, dead = self.classes(bounds, mask, n, blocks, top, past, seqlen_q)
@@ -88,12 +93,12 @@ class Lists(ForwardBase):
                     if seen != 0:
                         if visible != 0:
                             cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-                            words = (m_block, head, batch, base, visible, whole, edge, Int32(1), *of_sequence)
+                            words = (m_block, head, batch, base, visible, whole, edge, Int32(1), *of_sequence, *of_entry)
                             self.publish_list(shared, words, own, stage)
                             stage, phase = advance(stage, phase, self.tile_stages)
                         base, visible, whole, edge, own = start, seen, plain, dead, found
         cute.arch.mbarrier_wait(shared.tile_empty + stage, phase)
-        words = (m_block, head, batch, base, visible, whole, edge, Int32(0), *of_sequence)
+        words = (m_block, head, batch, base, visible, whole, edge, Int32(0), *of_sequence, *of_entry)
         self.publish_list(shared, words, own, stage)
         return advance(stage, phase, self.tile_stages)
 
@@ -113,8 +118,8 @@ class Lists(ForwardBase):
 
         And lane g's word of what warpgroup g sees, and behind those, lane after lane, of what is whole for it.
         """
-        seqlen_q, seqlen_k = lengths
-        lane, shift = cute.arch.lane_idx(), seqlen_k - seqlen_q
+        seqlen_q, seqlen_k, shift = lengths
+        lane = cute.arch.lane_idx()
         # Of each lane's tile: a bit for each warpgroup that sees it, from TOUCHED on those that it is touched for, and DEAD.
         facts, each = Int32(0), self.tile_n // BLOCK
         for i in cutlass.range(each, unroll=1):  # one after another: registers hold the extrema of one

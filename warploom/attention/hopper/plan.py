@@ -13,6 +13,7 @@ import torch
 from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
+from warploom.attention.hopper.offsets import as_masked
 from warploom.attention.problem import BOXES
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ def shape(seqlen_q: int, seqlen_k: int) -> str:
 
 def config_for(problem: AttentionProblem) -> ForwardConfig:
     """The variant that runs a problem."""
+    problem = as_masked(problem)
     features, long = Features.of(problem), problem.seqlen_k >= LONG
     group = problem.heads_q // problem.heads_kv
     if features.paged and not features.batch_invariant:
@@ -273,6 +275,19 @@ def pages_refusal(problem: AttentionProblem) -> str | None:
     return None
 
 
+def offsets_refusal(problem: AttentionProblem) -> str | None:
+    """Why the forward does not take a problem with query offsets, or None."""
+    if problem.layout != "dense":
+        return "takes no query offsets of packed sequences"
+    if problem.dropout:
+        return "takes no dropout with query offsets"
+    if problem.bias:
+        return "takes no bias with query offsets"
+    if problem.batch_invariant:
+        return "promises no batch invariance with query offsets"
+    return None
+
+
 # Tiles whose kernels over pages ran on a GPU, in bfloat16 under a limit on the right; softcap and sink did not.
 PAGED_TILES = (64, 64), (128, 128), (256, 256)
 
@@ -300,8 +315,8 @@ def invariance_refusal(problem: AttentionProblem) -> str | None:
 
 def largest_refusal(features: Features, few: bool) -> str | None:
     """Why the forward does not find a call's largest logits, or None; ``few``: fewer than MANY queries of grouped heads."""
-    if features.columns or features.left:
-        return "finds no largest logits under a column mask or a window"
+    if features.columns or features.left or features.q_offset:
+        return "finds no largest logits under a column mask or a window, or with query offsets"
     if features.dropout or features.softcap or features.sink or features.bias:  # a softcap's tanh is no closer than P needs
         return "finds no largest logits beside dropout, a softcap, a sink or a bias"
     if features.varlen or features.batch_invariant or few:
@@ -507,7 +522,7 @@ def shared_bytes(seqlen_q: int, group: int, head_dim: int, head_dim_v: int) -> i
 
 def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> BackwardConfig:
     """The variant that runs a problem's backward; ``dlse``: a gradient arrives through lse."""
-    features = Features.of(problem, dlse)
+    features = Features.of(as_masked(problem), dlse)
     short = is_short(problem.seqlen_q, problem.heads_q > problem.heads_kv, features.columns)
     variant = backward_config(features, short)
     group = problem.heads_q // problem.heads_kv

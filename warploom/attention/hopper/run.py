@@ -14,6 +14,7 @@ from warploom.attention.band import reach, seen
 from warploom.attention.features import Features
 from warploom.attention.hopper import documents
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
+from warploom.attention.hopper.offsets import with_columns
 from warploom.attention.hopper.plan import (
     LONG,
     SPLIT_COST,
@@ -39,7 +40,7 @@ from warploom.runtime.likeness import like
 
 def forward(args: AttentionArgs) -> tuple[Tensor, Tensor]:
     """Out in q's dtype and lse in fp32, (batch, heads, seqlen_q) or (heads, total_q) for packed calls."""
-    args = documents.settled(args)
+    args = documents.settled(with_columns(args))
     return bind(args)(*args.tensors())
 
 
@@ -69,6 +70,10 @@ def bind(args: AttentionArgs, largest: Tensor | None = None) -> Callable[..., tu
     out_shape, lse_shape = (batch, seqlen_q, heads, head_dim_v), (batch, heads, seqlen_q)
     device, index = q.device, q.device.index
     left, right = args.left, args.right
+    if args.q_offset is not None:
+        if keeps_nothing(left, right):
+            return partial(_nothing_seen, lse_shape)
+        return _bind_columns(args, *_function(args, seqlen_k))
     first, end = seen(seqlen_q, seqlen_k, left, right)
     if first >= end:
         return partial(_nothing_seen, lse_shape)
@@ -126,6 +131,7 @@ def _bind_columns(
     """As ``bind``, under a column mask, whose vectors may differ too.
 
     Keys that the band hides from every query are among the columns that no row sees, whose values count as zeros.
+    Query offsets are this call's own.
     """
     q, k, v = args.q, args.k, args.v
     batch, seqlen_q, heads, head_dim = q.shape
@@ -140,6 +146,7 @@ def _bind_columns(
     last = last_tiles(m_blocks, batch * heads, blocks)
     numbers = numbers_of(args, args.left, args.right, section(batch * heads, m_blocks, shared), last, blocks)
     dropout = dropped(args)
+    offsets = None if args.q_offset is None else args.q_offset.contiguous()
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *mask: Tensor | None, seed: Tensor | None = None,
@@ -151,6 +158,8 @@ def _bind_columns(
             sink = sink.float().contiguous()
         counter = counter_on(device)
         columns = column_mask(*mask)
+        if offsets is not None:
+            columns = *columns, offsets
         given = (q, k, v, out, lse, sink, None, None, None, counter, None, columns, dropout(seed), None, None, None, *numbers)
         launch_on(index, function, given)
         return out, lse
@@ -395,7 +404,7 @@ def filled(t: Tensor, columns: int, box: int) -> Tensor:
 
 def warm(args: AttentionArgs) -> None:
     """Load or build the call's module, and launch it on one token."""
-    args = documents.packed(args) or args
+    args = documents.packed(args) or with_columns(args)
     if args.cu_seqlens_q is None:
         few = args.q.shape[1], args.q.shape[2] // args.k.shape[2]
         _first_launch(args, *_function(args, args.k.shape[1], few))
@@ -426,6 +435,8 @@ def _first_launch(args: AttentionArgs, function: Callable[..., None], variant: F
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         packed = (*packed[:3], counter)
         mask = *(counter.view(1, 1, 1),) * 4, counter.new_zeros(1, 1, 2, 8), 0  # a block and a coarse one
+        if variant.q_offset:
+            mask = *mask, counter.new_zeros(1)
     largest = lse.new_full((1, q.shape[-2]), float("-inf")) if variant.largest else None
     numbers = numbers_of(args, args.left, args.right, pair_heads=1, split=split)
     dropout, bias = dropped(args)(args.dropout_seed), added(one_entry(args))

@@ -12,6 +12,7 @@ from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper import documents, schedule
 from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
+from warploom.attention.hopper.offsets import with_columns
 from warploom.attention.hopper.plan import (
     backward_config,
     is_short,
@@ -34,7 +35,7 @@ CLAIMING_HEADS = 8  # of short causal calls at the most: 1024 keys, head_dim 64 
 # Documents of 100 to 4000 tokens, causal: 4 heads 7.84 ms, 8 7.82; with claims 2 7.47, 4 7.57, 8 7.67, 16 8.08.
 PACKED_HEADS, PACKED_CLAIMING_HEADS = 4, 2
 
-NO_COLUMNS: tuple[Tensor | int | None, ...] = (None,) * 6
+NO_COLUMNS: tuple[Tensor | int | None, ...] = (None,) * 7
 
 
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -45,7 +46,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """dq, dk, dv and dsink (empty without a sink) in the dtypes of q, k, v and sink; dbias of a table, if asked for."""
     gradient = _table_gradient(args)
-    args = with_bounds(args, packed=True)
+    args = with_bounds(with_columns(args), packed=True)
     found = bind(args, dlse is not None, gradient)(dout, dlse, out, lse, *args.tensors())
     return (*found, gradient) if gradient is not None and args.bias_grad else found
 
@@ -65,7 +66,10 @@ def bind(args: AttentionArgs, with_dlse: bool, gradient: Tensor | None = None) -
         return documents.bind_backward(args, lambda masked: bind(masked, with_dlse, gradient))
     seqlen_q, seqlen_k = args.q.shape[1], args.k.shape[1]
     left, right, masked, first, end = args.left, args.right, _masked(args), 0, seqlen_k
-    if left is not None or right is not None:
+    offsets = None if args.q_offset is None else args.q_offset.contiguous()
+    if keeps_nothing(left, right):
+        return _nothing_seen
+    if offsets is None and (left is not None or right is not None):
         first, end = seen(seqlen_q, seqlen_k, left, right)
         if first >= end:
             return _nothing_seen
@@ -85,7 +89,7 @@ def bind(args: AttentionArgs, with_dlse: bool, gradient: Tensor | None = None) -
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = _like(q), _like(k), _like(v)
         gradients: tuple[Tensor, ...] = dq, dk, dv
-        columns = column_mask(*mask) if masked else NO_COLUMNS
+        columns = (*column_mask(*mask), offsets) if masked else NO_COLUMNS
         if cut:
             for t in (dk, dv):
                 t[:, :first].zero_()
@@ -166,7 +170,7 @@ def _waves(args: AttentionArgs, variant: BackwardConfig) -> tuple[int, int]:
 
 def warm(args: AttentionArgs) -> None:
     """Load or build the module of a call's backward pass, and launch it on one token."""
-    packed = args.cu_seqlens_q is not None
+    args, packed = with_columns(args), args.cu_seqlens_q is not None
     one = (1,) if packed else (1, 1)
     q, k, v = (t.new_zeros((*one, *t.shape[-2:])) for t in (args.q, args.k, args.v))
     features, short = described(args, False)
@@ -183,7 +187,8 @@ def warm(args: AttentionArgs) -> None:
     columns = NO_COLUMNS
     if variant.columns:
         some = next(t for t in args.mask.vectors if t is not None)
-        columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 2, 8)), 0  # a block and a coarse one
+        offsets = some.new_zeros(1) if variant.q_offset else None
+        columns = *(some.new_zeros((1, 1, 1)),) * 4, some.new_zeros((1, 1, 2, 8)), 0, offsets  # a block and a coarse one
     one_token = one_entry(args._replace(q=q))
     band = args.left, args.right
     launch = _launcher(function, variant, one_token, tiles, band, 1, gradient=_table_gradient(one_token))
@@ -214,7 +219,7 @@ def _bind_packed(args: AttentionArgs, with_dlse: bool, gradient: Tensor | None) 
         starts = cu_q, cu_q if cu_k is None else cu_k.contiguous(), None if used is None else used.contiguous()
         if clears:
             q, dout = (_where_seeing(t, lse, sink) for t in (q, dout))
-        columns = column_mask(*mask) if masked else NO_COLUMNS
+        columns = (*column_mask(*mask), None) if masked else NO_COLUMNS
         launch((q, k, v, out, dout), lse, dlse, gradients, starts, columns, seed)
         if sink is None:
             return dq, dk, dv, _dsink(q, sink, dlse, None, lse)
@@ -309,6 +314,8 @@ def described(args: AttentionArgs, dlse: bool) -> tuple[Features, bool]:
     """What ``backward_config`` takes: the call's features, and whether it is short."""
     longest = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
     features = Features.of_args(args, dlse)
+    if features.q_offset:
+        features = features._replace(columns=True)
     return features, is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2], features.columns)
 
 

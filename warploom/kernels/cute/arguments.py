@@ -37,11 +37,14 @@ def vector(dtype: Any, present: bool = True) -> Any:
     return make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=4) if present else None
 
 
-def column_mask() -> tuple[Any, ...]:
-    """Vectors of a column mask, their bounds (batch|1, heads|1, blocks, 8) and the word that says which vectors there are."""
+def column_mask(offsets: bool = False) -> tuple[Any, ...]:
+    """Vectors of a column mask, their bounds (batch|1, heads|1, blocks, 8) and the word that says which vectors there are.
+
+    ``offsets``: and the query offset of each batch entry.
+    """
     shape = (*(cute.sym_int() for _ in range(3)), 8)
     bounds = make_fake_tensor(Int32, shape, stride=(cute.sym_int64(), cute.sym_int64(), 8, 1), assumed_align=16)
-    return (*(numbers() for _ in range(4)), bounds, Int32(0))
+    return (*(numbers() for _ in range(4)), bounds, Int32(0), *((vector(Int32),) if offsets else ()))
 
 
 def dropout() -> tuple[Any, ...]:

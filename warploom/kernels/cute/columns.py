@@ -21,6 +21,7 @@ from warploom.kernels.cute.instructions import rotated, shifted
 
 BLOCK, COARSE_BLOCK = 64, 2048  # columns that share their extrema
 FAR = 1 << 30  # past every row
+MOST_OFFSET = 1 << 29  # of a batch entry's first row
 
 
 class Columns(Fields):
@@ -29,12 +30,18 @@ class Columns(Fields):
     vectors: Any  # lts, lte, uts, ute: int32 (batch|1, heads|1, seqlen_k), contiguous and of one shape
     present: Any  # bits of those that exist; another one stands for who does not
     bounds: Any  # extrema: int32 (batch|1, heads|1, blocks and behind them coarse ones, 8), contiguous
+    offsets: Any  # int32 (batch,): rows of each entry before its first one, by which vectors count; or None
 
 
 def columns_of(mask: Any) -> Columns:
-    """Of the tuple that the host passes: lts, lte, uts, ute, bounds, present."""
-    *vectors, bounds, present = mask
-    return Columns(vectors=vectors, bounds=bounds, present=present)
+    """Of the tuple that the host passes: lts, lte, uts, ute, bounds, present, and query offsets where there are any."""
+    (*vectors, bounds, present), offsets = mask[:6], mask[6:]
+    return Columns(vectors=vectors, bounds=bounds, present=present, offsets=offsets[0] if offsets else None)
+
+
+def query_offset(columns: Any, batch: Any) -> Any:
+    """A batch entry's, held to what sums of row and column numbers have room for."""
+    return cutlass.min(cutlass.max(columns.offsets[batch], 0), MOST_OFFSET)
 
 
 def mask_row(batch: Any, head: Any, heads: Any, tensor: Any) -> Any:
