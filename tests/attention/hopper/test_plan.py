@@ -241,6 +241,9 @@ def test_alibi_of_common_models_is_prepared(asked: bool, monkeypatch: pytest.Mon
         ({"seqlen_q": 1, "heads_q": 8}, False, True),  # slopes of several heads in a tile
         ({"bias": ""}, False, False),
         ({"bias": "distance"}, False, False),
+        ({"batch": 65535}, True, True),
+        ({"batch": 65536}, False, False),  # more than a grid has on the axis
+        ({"heads_q": 65528, "heads_kv": 8}, False, False),
     ],
     ids=str,
 )

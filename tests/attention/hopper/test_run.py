@@ -405,6 +405,18 @@ def test_without_its_module_a_call_reaches_everywhere(monkeypatch: pytest.Monkey
     assert len(names) == 1 and "_alibi" in names[0] and "_reaches" not in names[0]
 
 
+@pytest.mark.parametrize("most", [5, 6])
+def test_norms_are_measured_where_a_grid_has_room_for_all_heads(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(plan, "REACHES", True)
+    monkeypatch.setattr(plan, "MOST_BLOCKS", most)
+    monkeypatch.setattr(modules, "load", lambda spec: names.append(spec.name) or (lambda *_: None))
+    q, k = torch.empty(1, 200, 4, 64, dtype=torch.bfloat16), torch.empty(1, REACH, 2, 64, dtype=torch.bfloat16)
+    args = dense_args(q, k, k)._replace(bias=torch.ones(1, 4), bias_kind="alibi")
+    run.forward(args)
+    assert ["_reaches" in name for name in names] == [most == 6]
+
+
 @pytest.mark.parametrize("window", [(12, 0), (28, -5), (12, 3)])
 def test_dropout_counts_keys_that_are_not_handed_over(window: tuple[int, int]) -> None:
     q, k, v = (torch.randn(1, n, 2, 16, generator=torch.Generator().manual_seed(n)).half() for n in (40, 100, 100))

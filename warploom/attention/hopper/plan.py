@@ -53,6 +53,7 @@ LONG = 2048
 REACH = 4096  # keys from which on it pays to read q, k and v once more for how far from the diagonal keys count under ALiBi
 # Whether variants that reach are taken at all: where they are asked for, until a GPU has run them as they are now.
 REACHES = os.environ.get("WARPLOOM_ALIBI_REACH") == "1"
+MOST_BLOCKS = 65535  # along the second and the third axis of a grid
 BRIEF = 80
 SQUARE = range(193, 257)
 FEW = 4096
@@ -114,9 +115,17 @@ def with_reach(variant: Variant) -> Variant:
     return replace(variant, reaches=True)
 
 
-def may_be_too_far(seqlen_k: int, right: int | None, origin: int = 0) -> bool:
-    """Whether a dense call takes a variant that reaches: asked for, of REACH keys or more, each query seeing the nearest."""
-    return REACHES and seqlen_k >= REACH and (right is None or right >= 0) and not origin
+def may_be_too_far(batch: int, heads: int, seqlen_k: int, right: int | None, origin: int = 0) -> bool:
+    """Whether a dense call takes a variant that reaches: asked for, of REACH keys or more, each query seeing the nearest.
+
+    ``heads``, of queries and of keys, and batch entries are axes of the grid that measures norms.
+    """
+    far = REACHES and seqlen_k >= REACH and (right is None or right >= 0) and not origin
+    return far and max(batch, heads) <= MOST_BLOCKS
+
+
+def _may_be_too_far(problem: AttentionProblem) -> bool:
+    return may_be_too_far(problem.batch, problem.heads_q + problem.heads_kv, problem.seqlen_k, problem.right)
 
 
 @cache
@@ -244,7 +253,7 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
         if features.bias != "distance":
             each = pack_gqa(problem.seqlen_q, group, variant.tile_m)
         variant = config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
-    return with_reach(variant) if variant.may_reach and may_be_too_far(problem.seqlen_k, problem.right) else variant
+    return with_reach(variant) if variant.may_reach and _may_be_too_far(problem) else variant
 
 
 def walked(variant: ForwardConfig) -> int:
@@ -516,7 +525,7 @@ def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> Backwa
     shared = shared_bytes(problem.seqlen_q, group, problem.head_dim, problem.head_dim_v)
     several = group > 1 and waves(variant, problem.batch * problem.heads_kv, problem.seqlen_k, shared)[1] > 0
     variant = replace(variant, waves=True) if several else variant
-    return with_reach(variant) if variant.may_reach and may_be_too_far(problem.seqlen_k, problem.right) else variant
+    return with_reach(variant) if variant.may_reach and _may_be_too_far(problem) else variant
 
 
 def workspace(problem: AttentionProblem) -> int:
