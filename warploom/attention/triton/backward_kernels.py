@@ -14,7 +14,6 @@ import triton.language as tl
 
 from warploom.attention.triton.bias import (
     Bias,
-    ask,
     bias_values,
     biased,
     box_of,
@@ -58,8 +57,6 @@ from warploom.attention.triton.walk import CHUNK, MIXED, attend
 from warploom.kernels.triton.columns import Band, Columns, load_columns, load_offset, normalised, of_chunk, shifted
 from warploom.kernels.triton.numerics import LOG2E, clamp, dot, opaque_zeros
 from warploom.kernels.triton.packed import find_tile, span
-
-AHEAD = tl.constexpr(2)  # tiles of a bias that are on their way from memory
 
 _ROWS_PLAIN = [
     "lse_ptr", "dlse_ptr", "edges_ptr", "cu_q_ptr", "sink_ptr", "stride_qb", "stride_qs", "stride_qh",
@@ -221,10 +218,6 @@ def _dkdv_step(
     else:
         inside = m < lengths.q - m0
     q = _load_tile(q_rows, batch, m0, m, head, inside, BOXES, MASKED)
-    if block.bias.box is not None:
-        # As the walk along keys asks for them, see `shared_gradient`.
-        row = tl.minimum(m0 + AHEAD * m.shape[0] + tl.arange(0, m.shape[0]), block.bias.rows - 1)
-        ask(block.bias.first + (row.to(tl.int64) * block.bias.row + block.n0))
     # Accumulators that start at -lse and -delta spare the registers that would hold these until the products are done.
     FOLD: tl.constexpr = BOXES and softmax.softcap is None and softmax.descending is None
     if FOLD:

@@ -98,15 +98,6 @@ def store_tile(box, tile, r0, n0):
 
 
 @triton.jit
-def ask(pointers):
-    """Have the second-level cache bring what is there."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def holds_nan(tile):
     """Whether some element is NaN: what hid from all rows may have been multiplied by zero."""
     return tl.max(tl.max((tile != tile).to(tl.int32), 1), 0) != 0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from warploom.attention.triton.bias import added, ask, holds_nan, probabilities, shown_only, store_tile, stored, tile_of
+from warploom.attention.triton.bias import added, holds_nan, probabilities, shown_only, store_tile, stored, tile_of
 from warploom.attention.triton.device import (
     OUT_UNIT,
     Keys,
@@ -67,6 +67,15 @@ def _shown(ds, given):
 
 
 @triton.jit
+def _ask(pointers):
+    """Have the second-level cache bring what is there."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def _step(state, tile, n0, test, KIND: tl.constexpr):
     """One tile of keys of each batch entry."""
     queries, bias = tile.queries, tile.bias
@@ -74,7 +83,7 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
     N: tl.constexpr = tile.n.shape[0]
     cols = n0 + tl.arange(0, N)
     # The next tile is asked for behind these products, so all of its way is waited for: half as long from that cache.
-    ask(bias.ahead + tl.minimum(n0 + AHEAD * N, tile.lengths.k - 1))
+    _ask(bias.ahead + tl.minimum(n0 + AHEAD * N, tile.lengths.k - 1))
     given = narrowed(tile_of((bias.box, 0, queries.head), queries.m0, n0, M, N))
     if bias.before is not None:
         total = tile_of((bias.gradient, 0, queries.head), queries.m0, n0, M, N).to(tl.float32)
