@@ -210,9 +210,11 @@ class Relative(Bias):
             raise ValueError(f"bias has a table of {heads}, but q has {heads_q} heads")
         entries = narrowed(self.table, dtype)
         origin = self.max_distance if self.bidirectional else 0
-        if self.buckets is not None:
+        if self.buckets is not None and torch.is_grad_enabled() and entries.requires_grad:
             # An embedding's gradient sums what one entry was read for in a fixed order, which that of an index does not.
             entries = F.embedding(self._index(), entries.t()).t()
+        elif self.buckets is not None:
+            entries = entries.index_select(1, self._index())  # whose rows are heads at once
         return Resolved(entries.expand(heads_q, -1).contiguous(), "distance", origin)
 
     def _index(self) -> Tensor:

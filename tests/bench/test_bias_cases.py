@@ -53,8 +53,7 @@ def test_bars_judge_the_worst_case() -> None:
     rows = [
         row("a matrix, a", efficient={"ms": 1.2}, FlexAttention={"ms": 2.0}),
         row("a matrix, b", efficient={"ms": 1.5}),
-        row("ALiBi, far keys left out, D64", **{bias_bars.NO_BIAS: {"ms": 0.1}}),
-        row("ALiBi, D64", **{bias_bars.NO_BIAS: {"ms": 0.5}}),
+        row("ALiBi, a", **{bias_bars.NO_BIAS: {"ms": 0.5}}),
         row("T5, a", **{bias_bars.NO_BIAS: {"ms": 1.0, "peak_bytes": 100}, bias_bars.TABLE: {"peak_bytes": 105}}),
     ]
     found = {what.split(",")[0]: value for what, _, value in bias_bars.BARS["bias", "forward and backward"](rows)}

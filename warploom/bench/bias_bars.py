@@ -26,7 +26,7 @@ def _times(number: float, value: float | None) -> float | None:
 
 def _described(rows: Sequence[Row]) -> list[Bar]:
     return [
-        ("1.03 of no bias over ALiBi, the worst case", 1.0, _times(1.03, _over(rows, NO_BIAS, "warploom", "ALiBi, D"))),
+        ("1.03 of no bias over ALiBi, the worst case", 1.0, _times(1.03, _over(rows, NO_BIAS, "warploom", "ALiBi"))),
         ("1.08 of no bias over T5 buckets, the worst case", 1.0, _times(1.08, _over(rows, NO_BIAS, "warploom", "T5"))),
     ]
 

@@ -79,10 +79,6 @@ NOTES = {
     ): '"warploom" is of numbers that are in FP8 already, "warploom, quantised too" quantises them in the call. cuDNN\'s FP8 '
     "call has one scale a tensor, and its result is in FP8 too. "
     '"fast sums" are those of tensor cores alone, "packed" documents are packed sequences.',
-    **{
-        ("bias", each): '"far keys left out" is what `WARPLOOM_ALIBI_REACH=1` asks for; unasked no call does it.'
-        for each in ("forward", "forward and backward")
-    },
     ("fp8", "quantising"): "q, k and v, read once and written once.",
     ("decode", "eager"): "Wall time of a call, of calls queued one behind the other.",
     ("decode", "graph, FP8 cache"): '"warploom" reads a cache of e4m3, the others the same keys and values in bf16.',

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -204,17 +202,7 @@ def test_tables_are_taken_unasked() -> None:
         assert hopper.BACKEND.declines(call) is None and hopper.BACKEND.supports(call) is None
 
 
-def test_far_keys_are_left_out_where_a_variable_asks_for_it() -> None:
-    command = [sys.executable, "-c", "from warploom.attention.hopper import plan; print(plan.REACHES)"]
-    for value in ("0", "1"):
-        environment = {**os.environ, "WARPLOOM_ALIBI_REACH": value}
-        found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-        assert found.strip() == str(value == "1")
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_alibi_of_common_models_is_prepared(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "REACHES", asked)
+def test_alibi_of_common_models_is_prepared() -> None:
     forward, backward = {c.name for c in named_set()}, {c.name for c in backward_set()}
     layouts: list[tuple[str, int | None]] = [("dense", 0), ("varlen", 0), ("dense", None)]
     for dim, (layout, right), length in product((64, 128), layouts, (1000, 9000)):
@@ -222,8 +210,7 @@ def test_alibi_of_common_models_is_prepared(asked: bool, monkeypatch: pytest.Mon
         assert config_for(call).name in forward and "_alibi" in config_for(call).name
         assert plan.backward_config_for(replace(call, heads_q=1)).name in backward
         for variant in (config_for(call), plan.backward_config_for(call)):
-            assert variant.reaches == ("_reaches" in variant.name) == (asked and layout == "dense" and length == 9000)
-    assert asked == any(c.reaches for c in named_set()) == any(c.reaches for c in backward_set())
+            assert variant.reaches == ("_reaches" in variant.name) == (layout == "dense" and length == 9000)
 
 
 @pytest.mark.parametrize(
@@ -241,16 +228,14 @@ def test_alibi_of_common_models_is_prepared(asked: bool, monkeypatch: pytest.Mon
         ({"seqlen_q": 1, "heads_q": 8}, False, True),  # slopes of several heads in a tile
         ({"bias": ""}, False, False),
         ({"bias": "distance"}, False, False),
+        ({"batch": 65535}, True, True),
+        ({"batch": 65536}, False, False),  # more than a grid has on the axis
+        ({"heads_q": 65528, "heads_kv": 8}, False, False),
     ],
     ids=str,
 )
-def test_which_calls_leave_out_what_is_too_far_away(
-    changes: dict[str, Any], forward: bool, backward: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_calls_leave_out_what_is_too_far_away(changes: dict[str, Any], forward: bool, backward: bool) -> None:
     call = problem(**{"seqlen_k": plan.REACH, "bias": "alibi", **changes})
-    monkeypatch.setattr(plan, "REACHES", False)
-    assert not (config_for(call).reaches or plan.backward_config_for(call).reaches)
-    monkeypatch.setattr(plan, "REACHES", True)
     assert (config_for(call).reaches, plan.backward_config_for(call).reaches) == (forward, backward)
     assert not plan.backward_config_for(call, dlse=True).reaches
 

@@ -416,7 +416,6 @@ def test_norms_are_measured_where_keys_may_be_too_far_to_count(
     keys: int, origin: int, right: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With many keys, of which each row sees the nearest; the room is another one in each call, and a first launch has it."""
-    monkeypatch.setattr(plan, "REACHES", True)
     given: dict[str, list[Any]] = {}
     monkeypatch.setattr(modules, "load", lambda spec: lambda *arguments: given.setdefault(spec.name, []).append(arguments[13]))
     q, k = torch.empty(3, 200, 4, 64, dtype=torch.bfloat16), torch.empty(3, keys, 2, 64, dtype=torch.bfloat16)
@@ -436,12 +435,22 @@ def test_norms_are_measured_where_keys_may_be_too_far_to_count(
 
 def test_without_its_module_a_call_reaches_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    monkeypatch.setattr(plan, "REACHES", True)
     monkeypatch.setattr(modules, "cannot_come", lambda spec: "reaches" in spec.name)
     monkeypatch.setattr(modules, "load", lambda spec: names.append(spec.name) or (lambda *_: None))
     q, k = torch.empty(1, 200, 4, 64, dtype=torch.bfloat16), torch.empty(1, REACH, 2, 64, dtype=torch.bfloat16)
     run.forward(dense_args(q, k, k)._replace(bias=torch.ones(1, 4), bias_kind="alibi"))
     assert len(names) == 1 and "_alibi" in names[0] and "_reaches" not in names[0]
+
+
+@pytest.mark.parametrize("most", [5, 6])
+def test_norms_are_measured_where_a_grid_has_room_for_all_heads(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(plan, "MOST_BLOCKS", most)
+    monkeypatch.setattr(modules, "load", lambda spec: names.append(spec.name) or (lambda *_: None))
+    q, k = torch.empty(1, 200, 4, 64, dtype=torch.bfloat16), torch.empty(1, REACH, 2, 64, dtype=torch.bfloat16)
+    args = dense_args(q, k, k)._replace(bias=torch.ones(1, 4), bias_kind="alibi")
+    run.forward(args)
+    assert ["_reaches" in name for name in names] == [most == 6]
 
 
 @pytest.mark.parametrize("window", [(12, 0), (28, -5), (12, 3)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -52,8 +51,7 @@ class Tiling:
 
 LONG = 2048
 REACH = 4096  # keys from which on it pays to read q, k and v once more for how far from the diagonal keys count under ALiBi
-# Whether variants that reach are taken at all: where they are asked for, until a GPU has run them as they are now.
-REACHES = os.environ.get("WARPLOOM_ALIBI_REACH") == "1"
+MOST_BLOCKS = 65535  # along the second and the third axis of a grid
 BRIEF = 80
 SQUARE = range(193, 257)
 FEW = 4096
@@ -115,9 +113,17 @@ def with_reach(variant: Variant) -> Variant:
     return replace(variant, reaches=True)
 
 
-def may_be_too_far(seqlen_k: int, right: int | None, origin: int = 0) -> bool:
-    """Whether a dense call takes a variant that reaches: asked for, of REACH keys or more, each query seeing the nearest."""
-    return REACHES and seqlen_k >= REACH and (right is None or right >= 0) and not origin
+def may_be_too_far(batch: int, heads: int, seqlen_k: int, right: int | None, origin: int = 0) -> bool:
+    """Whether a dense call takes a variant that reaches: for REACH keys or more, of which each query sees the nearest.
+
+    ``heads``, of queries and of keys, and batch entries are axes of the grid that measures norms.
+    """
+    far = seqlen_k >= REACH and (right is None or right >= 0) and not origin
+    return far and max(batch, heads) <= MOST_BLOCKS
+
+
+def _may_be_too_far(problem: AttentionProblem) -> bool:
+    return may_be_too_far(problem.batch, problem.heads_q + problem.heads_kv, problem.seqlen_k, problem.right)
 
 
 @cache
@@ -246,7 +252,7 @@ def config_for(problem: AttentionProblem) -> ForwardConfig:
         if features.bias != "distance":
             each = pack_gqa(problem.seqlen_q, group, variant.tile_m)
         variant = config(features, long, each, "" if each else shape(problem.seqlen_q, problem.seqlen_k))
-    return with_reach(variant) if variant.may_reach and may_be_too_far(problem.seqlen_k, problem.right) else variant
+    return with_reach(variant) if variant.may_reach and _may_be_too_far(problem) else variant
 
 
 def walked(variant: ForwardConfig) -> int:
@@ -370,8 +376,8 @@ def named_set() -> list[ForwardConfig]:
     Full, causal and windows, dense, packed or under a column mask, with one of softcap and sink at most; full and causal ones
     under a column mask of packed sequences, and batch-invariant ones; and without those for what ``shape`` tells apart, and for
     up to 8 queries of heads that share their keys. In bfloat16, of the head dims that models have with them: with ALiBi dense
-    ones, full or causal, where REACHES those that reach too, and causal packed ones; dense ones with a table of distances, full
-    or causal; long causal ones that find their largest logits. Causal ones over pages of 16 keys, the size that a cache has
+    ones, full or causal, those that reach too, and causal packed ones; dense ones with a table of distances, full or causal;
+    long causal ones that find their largest logits. Causal ones over pages of 16 keys, the size that a cache has
     where none is asked for, and for up to 8 and to 32 queries of such heads those that dispatch takes unasked.
 
     Others (windows without a right limit, several features, seqused_k) are compiled when first called for.
@@ -384,7 +390,7 @@ def named_set() -> list[ForwardConfig]:
         found[config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), long)] = None
     for dims in WITH_BIAS:
         found[config(Features(torch.bfloat16, *dims, bias="alibi"), True)] = None
-        for right in (False, True) if REACHES else ():
+        for right in (False, True):
             found[with_reach(config(Features(torch.bfloat16, *dims, right=right, bias="alibi"), True))] = None
         found[with_largest(config(Features(torch.bfloat16, *dims, right=True), True))] = None
     for dims, right, long in product(WITH_BIAS, (False, True), (False, True)):
@@ -529,7 +535,7 @@ def backward_config_for(problem: AttentionProblem, dlse: bool = False) -> Backwa
     shared = shared_bytes(problem.seqlen_q, group, problem.head_dim, problem.head_dim_v)
     several = group > 1 and waves(variant, problem.batch * problem.heads_kv, problem.seqlen_k, shared)[1] > 0
     variant = replace(variant, waves=True) if several else variant
-    return with_reach(variant) if variant.may_reach and may_be_too_far(problem.seqlen_k, problem.right) else variant
+    return with_reach(variant) if variant.may_reach and _may_be_too_far(problem) else variant
 
 
 def workspace(problem: AttentionProblem) -> int:
@@ -554,8 +560,8 @@ def backward_set() -> list[BackwardConfig]:
     """The backward variants that `warploom build` prepares.
 
     Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks, short or
-    not, deterministic or not; full and causal ones packed under a column mask; with ALiBi dense ones, full or causal, where
-    REACHES those that reach too, and causal packed ones; dense ones with a table of distances and its gradient, full or causal.
+    not, deterministic or not; full and causal ones packed under a column mask; with ALiBi dense ones, full or causal, those
+    that reach too, and causal packed ones; dense ones with a table of distances and its gradient, full or causal.
 
     Others are compiled when first called for.
     """
@@ -581,7 +587,7 @@ def backward_set() -> list[BackwardConfig]:
     for dims, varlen, short in product(WITH_BIAS, (False, True), (False, True)):
         found[backward_config(Features(torch.bfloat16, *dims, right=True, varlen=varlen, bias="alibi"), short)] = None
     found |= {backward_config(Features(torch.bfloat16, *dims, bias="alibi"), False): None for dims in WITH_BIAS}
-    for dims, right, short in product(WITH_BIAS, (False, True), (False, True)) if REACHES else ():
+    for dims, right, short in product(WITH_BIAS, (False, True), (False, True)):
         found[with_reach(backward_config(Features(torch.bfloat16, *dims, right=right, bias="alibi"), short))] = None
     for dims, right, short in product(WITH_BIAS, (False, True), (False, True)):
         features = Features(torch.bfloat16, *dims, right=right, bias="distance", bias_grad=True)

@@ -226,6 +226,12 @@ def reaching(
     return lambda: (values, origin, torch.empty(floats, dtype=torch.float32, device=device))
 
 
+def too_far(args: AttentionArgs) -> bool:
+    """``may_be_too_far`` of a dense call."""
+    batch, seqlen_k, heads_kv, _ = args.k.shape
+    return may_be_too_far(batch, args.q.shape[2] + heads_kv, seqlen_k, args.right, args.bias_origin)
+
+
 def one_entry(args: AttentionArgs) -> AttentionArgs:
     """The call with the bias of its first batch entry, as a launch on one token has it."""
     return args if args.bias is None else args._replace(bias=args.bias[:1])
@@ -481,7 +487,7 @@ def _function(
         if not (features.columns or features.dropout or features.batch_invariant):
             each = 0 if largest or features.bias == "distance" else pack_gqa(*few, usual.tile_m)
             variant = config(features, long, each, "" if each else shape(few[0], seqlen_k))
-        if variant.may_reach and may_be_too_far(seqlen_k, args.right, args.bias_origin):
+        if variant.may_reach and too_far(args):
             variant = with_reach(variant)
     if largest:
         usual, variant = with_largest(usual), with_largest(variant)

@@ -16,13 +16,22 @@ from warploom.attention.hopper.offsets import with_columns
 from warploom.attention.hopper.plan import (
     backward_config,
     is_short,
-    may_be_too_far,
     shared_bytes,
     waves,
     with_reach,
     workspace_floats,
 )
-from warploom.attention.hopper.run import added, column_mask, dropped, filled, one_entry, processors, reaching, with_seed
+from warploom.attention.hopper.run import (
+    added,
+    column_mask,
+    dropped,
+    filled,
+    one_entry,
+    processors,
+    reaching,
+    too_far,
+    with_seed,
+)
 from warploom.attention.problem import AttentionArgs
 from warploom.runtime import modules
 from warploom.runtime.alignment import aligned
@@ -122,7 +131,7 @@ def _bind_dense(
     heads_kv = k.shape[2]
     features, short = described(args, with_dlse)
     together, each = _waves(args, backward_config(features, short))
-    function, variant = _function(features, short, each > 0, _may_be_too_far(args))
+    function, variant = _function(features, short, each > 0, too_far(args))
     if not variant.waves and (args.deterministic or band[1] is not None):
         shared = shared_bytes(seqlen_q, heads // heads_kv, q.shape[3], v.shape[3])
         if variant.claims or (variant.pair and not args.deterministic):
@@ -175,7 +184,7 @@ def warm(args: AttentionArgs) -> None:
     q, k, v = (t.new_zeros((*one, *t.shape[-2:])) for t in (args.q, args.k, args.v))
     features, short = described(args, False)
     several = not packed and _waves(args, backward_config(features, short))[1] > 0
-    function, variant = _function(features, short, several, not packed and _may_be_too_far(args))
+    function, variant = _function(features, short, several, not packed and too_far(args))
     starts: tuple[Tensor | None, ...] = (None, None, None)
     if args.cu_seqlens_q is not None:
         ends = args.cu_seqlens_q.new_tensor([0, 1])
@@ -317,11 +326,6 @@ def described(args: AttentionArgs, dlse: bool) -> tuple[Features, bool]:
     if features.q_offset:
         features = features._replace(columns=True)
     return features, is_short(longest or 0, args.q.shape[-2] > args.k.shape[-2], features.columns)
-
-
-def _may_be_too_far(args: AttentionArgs) -> bool:
-    """``may_be_too_far`` of a dense call."""
-    return may_be_too_far(args.k.shape[1], args.right, args.bias_origin)
 
 
 def _function(

@@ -204,7 +204,7 @@ def _shared_dq(
     q, unit = args.q, call.variant.unit
     tiles, _ = call.tiles(call.seqlen_q, tiling.m)
     boxes, box = _box_pair(args.k, args.v, tiling.n, call.variant), _bias_box(args.bias, tiling, call.variant)
-    strides = (*strides_in(unit, q), *strides_in(unit, dout), *contiguous_strides(q.shape))
+    strides = (*strides_in(unit, q), *strides_in(unit, dout), *contiguous_strides(q.shape), *call.bias[1:3])
     numbers = (tiles, row_tiles, *call.lengths[:4], *call.mask[:4])
     launches = []
     for i, count in enumerate(entries):
@@ -214,9 +214,9 @@ def _shared_dq(
     def run(
         q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rows: Tensor, dq: Tensor, bias: Tensor, gradient: BiasGradient
     ) -> None:
-        descriptors = *_moved(boxes, (k, v)), _moved_bias(box, bias), gradient.box(tiling)
+        read = *_moved(boxes, (k, v)), bias, _moved_bias(box, bias), gradient.result, gradient.box(tiling)
         for launch in launches:
-            launch(q, dout, rows, dq, *descriptors)
+            launch(q, dout, rows, dq, *read)
 
     return run
 

@@ -32,6 +32,8 @@ from warploom.attention.triton.walk import walk
 from warploom.kernels.triton.columns import Band, Columns
 from warploom.kernels.triton.numerics import INTERPRETED, dot, narrowed
 
+AHEAD = tl.constexpr(4)  # tiles of a bias that are on their way from memory
+
 
 class SharedBias(NamedTuple):
     """A bias of a head, and its gradient: descriptors of (1, heads, rows, columns)."""
@@ -40,6 +42,7 @@ class SharedBias(NamedTuple):
     box: Any
     gradient: Any
     before: Any  # not None: the gradient holds a sum of other batch entries, to be added to
+    ahead: Any  # pointers to rows of the head's, and with `before` to those of the gradient behind them, at column 0
 
 
 @triton.jit
@@ -52,20 +55,43 @@ def _beside(a, b):
 
 
 @triton.jit
+def _shown(ds, given):
+    """`ds`, 0 where a bias is -inf: compared anew for each batch entry, as bits kept of it take more instructions."""
+    if INTERPRETED:
+        return tl.where(given == float("-inf"), 0.0, ds)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.neu.f32 p, $2, 0fFF800000; selp.f32 $0, $1, 0f00000000, p; }", "=f,f,f", [ds, given],
+            tl.float32, True, 1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _ask(pointers):
+    """Have the second-level cache bring what is there."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def _step(state, tile, n0, test, KIND: tl.constexpr):
     """One tile of keys of each batch entry."""
     queries, bias = tile.queries, tile.bias
     M: tl.constexpr = queries.rows.shape[0]
     N: tl.constexpr = tile.n.shape[0]
-    # What was there before can be added to once: the first walk stores what the second would.
-    EXACT = bias.before if tile.careful is None else tile.careful
     cols = n0 + tl.arange(0, N)
+    # The next tile is asked for behind these products, so all of its way is waited for: half as long from that cache.
+    _ask(bias.ahead + tl.minimum(n0 + AHEAD * N, tile.lengths.k - 1))
     given = narrowed(tile_of((bias.box, 0, queries.head), queries.m0, n0, M, N))
     if bias.before is not None:
         total = tile_of((bias.gradient, 0, queries.head), queries.m0, n0, M, N).to(tl.float32)
         given = _beside(given, total)
     else:
         total = tl.zeros([M, N], tl.float32)
+    if test:
+        given = tl.where(tile_visible(tile, cols, KIND), given, float("-inf"))
     found = ()
     for i in tl.static_range(len(state)):
         batch = tile.lengths.batch + i
@@ -73,13 +99,14 @@ def _step(state, tile, n0, test, KIND: tl.constexpr):
         v = tl.reshape(tile.v.boxes.load([batch, n0, tile.head_kv, 0]), (N, tile.v.dims.shape[0]))
         s, bent = scores(dot(queries.q[i], tl.trans(k), None), tile.softmax)
         dp = dot(queries.dout[i], tl.trans(v), None)
-        s = added(s, score_factor(tile.softmax), given, EXACT)
-        if test:
-            s = tl.where(tile_visible(tile, cols, KIND), s, float("-inf"))
+        s = added(s, score_factor(tile.softmax), given, tile.careful)
         p = probabilities(s, queries.lse[i][:, None], bias)
         ds = p * (dp - queries.delta[i][:, None])
-        if EXACT is not None:
+        if tile.careful is not None:
             ds = tl.where(s == float("-inf"), 0.0, ds)
+        elif bias.before is not None:
+            # What was there before can be added to once: the first walk stores what the second would.
+            ds = _shown(ds, given)
         total += ds
         if tile.softmax.softcap is not None:
             ds = tl.where(s == float("-inf"), 0.0, ds * (1.0 - bent * bent))
@@ -118,8 +145,9 @@ def _attend(
 
 
 _PLAIN = [
-    "rows_ptr", "stride_qb", "stride_qs", "stride_qh", "stride_gb", "stride_gs", "stride_gh", "stride_dqb", "stride_dqs",
-    "stride_dqh", "first_batch", "tiles", "row_tiles", "seqlen_q", "seqlen_k", "heads", "group", "left", "right",
+    "rows_ptr", "bias_ptr", "gradient_ptr", "stride_qb", "stride_qs", "stride_qh", "stride_gb", "stride_gs", "stride_gh",
+    "stride_dqb", "stride_dqs", "stride_dqh", "stride_ah", "stride_aq", "first_batch", "tiles", "row_tiles", "seqlen_q",
+    "seqlen_k", "heads", "group", "left", "right",
 ]  # fmt: skip
 
 
@@ -131,7 +159,9 @@ def shared_dq_kernel(
     dq_ptr,
     k_boxes,
     v_boxes,
+    bias_ptr,
     bias_box,
+    gradient_ptr,
     to_box,
     stride_qb,
     stride_qs,
@@ -142,6 +172,8 @@ def shared_dq_kernel(
     stride_dqb,
     stride_dqs,
     stride_dqh,
+    stride_ah,
+    stride_aq,
     first_batch,
     tiles,
     row_tiles,
@@ -167,8 +199,9 @@ def shared_dq_kernel(
 ):
     """dQ of one tile of M queries of one head, of batch entries first_batch to first_batch + ENTRIES, and their dbias.
 
-    k_boxes, v_boxes, bias_box, to_box: descriptors of K, V, the bias (1, heads, seqlen_q, seqlen_k) and its gradient. rows_ptr
-    is what `rows_kernel` leaves. BEFORE: the gradient holds the sum of the batch entries before first_batch.
+    k_boxes, v_boxes, bias_box, to_box: descriptors of K, V, the bias (1, heads, seqlen_q, seqlen_k) and its gradient, which is
+    contiguous; stride_ah and stride_aq are the bias's. rows_ptr is what `rows_kernel` leaves. BEFORE: the gradient holds the
+    sum of the batch entries before first_batch.
     """
     # In one loop with a test, ptxas serialises the products of narrow heads; those of wide ones leave no registers for two.
     SPLIT: tl.constexpr = D <= 64
@@ -199,7 +232,12 @@ def shared_dq_kernel(
     lengths = Lengths(first_batch, seqlen_q, seqlen_k, 0, 0)
     k, v = Keys(k_boxes, None, None, None, dims, live), Keys(v_boxes, None, None, None, dims_v, live_v)
     softmax = Softmax(scale, softcap, 1 if DESCENDING else None)
-    bias = SharedBias(1, bias_box, to_box, 1 if BEFORE else None)
+    both = tl.arange(0, 2 * M if BEFORE else M)
+    last = tl.minimum(m0 + both % M, seqlen_q - 1).to(tl.int64)
+    ahead = bias_ptr + (head64 * stride_ah + last * stride_aq) * OUT_UNIT
+    if BEFORE:
+        ahead = tl.where(both < M, ahead, gradient_ptr + (head64 * seqlen_q + last) * seqlen_k)
+    bias = SharedBias(1, bias_box, to_box, 1 if BEFORE else None, ahead)
     found = _attend(state, queries, lengths, k, v, Band(left, right), softmax, bias, group, N, SPLIT, False)
     nan = 0
     for i in tl.static_range(ENTRIES):
