@@ -125,8 +125,10 @@ def _dense_launch(dim: int, device: int | None) -> Launch:
     constants = {
         "SLICES": dim // COLUMNS,
         "NORM": hadamard_norm(dim),
-        "EARLY": dim != 128,
         "AGAIN": AGAIN_FROM <= dim <= AGAIN_TO,
+        "EVERY": False,
+        "WARPS": warps,
+        "STAGES": 3,
         "num_warps": warps,
     }
     if registers is not None:
