@@ -116,11 +116,15 @@ def quantize_dense_kernel(
         if SLICES == 4:
             c, d = c + d, c - d
             a, b, c, d = a + c, b + d, a - c, b - d
+        sizes = _sizes(a, b, c, d, False, SLICES)
         most = 0
+        if AGAIN:
+            sizes = tl.max(sizes, 1)
+            key = tl.where(sizes < 0.0, 0, key)  # never, but keys are then read by the threads that have the product's rows
         if AGAIN and not EVERY:
-            top, most = tl.reduce((tl.max(_sizes(a, b, c, d, False, SLICES), 1), key), 0, _larger)
+            top, most = tl.reduce((sizes, key), 0, _larger)
         else:
-            top = tl.max(_sizes(a, b, c, d, False, SLICES))
+            top = tl.max(sizes)
         if not (top < float("inf")):
             top = tl.max(_sizes(a, b, c, d, True, SLICES))
         scale = scale_of(top * NORM)
@@ -143,8 +147,8 @@ def quantize_dense_kernel(
             if SLICES == 2:
                 b = _in_order(_quotient(b, divisor, inverse), WARPS)
             if EVERY or (most & 0x7FFF0000) > least.to(tl.int32, bitcast=True):
-                key = tl.permute(tl.reshape(key, (BLOCK // (16 * WARPS), WARPS, 2, 8)), (0, 2, 1, 3))
-                a, b = _corrected(a, b, tl.reshape(key, (BLOCK,))[:, None, None], least, SLICES)
+                keys = tl.permute(tl.reshape(key, (BLOCK // (16 * WARPS), WARPS, 2, 8)), (0, 2, 1, 3))
+                a, b = _corrected(a, b, tl.reshape(keys, (BLOCK,))[:, None, None], least, SLICES)
             tl.store(out, tl.reshape(e4m3_bits(a), (BLOCK * WIDTH,)), mask=kept)
             if SLICES == 2:
                 tl.store(out + WIDTH, tl.reshape(e4m3_bits(b), (BLOCK * WIDTH,)), mask=kept)
@@ -353,7 +357,8 @@ def _words(x, divisor, inverse, BY: tl.constexpr):
     """Words of the bytes of four neighbouring rows, which are a quarter of the tile apart, (words, columns)."""
     QUARTER: tl.constexpr = x.shape[0] // 4
     first, second = tl.split(tl.permute(tl.reshape(x, (2, 2, QUARTER, x.shape[1])), (2, 3, 1, 0)))
-    (a, b), (c, d) = tl.split(first), tl.split(second)
+    a, b = tl.split(first)
+    c, d = tl.split(second)
     even = _word(_even(a), _even(b), _even(c), _even(d), divisor, inverse, BY)
     return tl.interleave(even, _word(_odd(a), _odd(b), _odd(c), _odd(d), divisor, inverse, BY))
 
@@ -380,4 +385,5 @@ def _word(a, b, c, d, divisor, inverse, BY: tl.constexpr):
 def _quotient(y, divisor, inverse):
     """y / divisor, corrected as that of `fp8._quotient`."""
     z = y * inverse
-    return tl.fma(tl.fma(-z, tl.broadcast_to(divisor, y.shape), y), tl.broadcast_to(inverse, y.shape), z)
+    rest = tl.fma(z, tl.broadcast_to(-divisor, y.shape), y)
+    return tl.fma(rest, tl.broadcast_to(inverse, y.shape), z)
