@@ -129,36 +129,25 @@ def quantize_dense_kernel(
             top = tl.max(_sizes(a, b, c, d, True, SLICES))
         scale = scale_of(top * NORM)
         tl.store(tl.where(of_q, q_scale_ptr, k_scale_ptr) + _block(sequence, row, rows) * heads + head, scale)
+        lift = tl.where(scale < SMALL, LIFT, 1.0)
         if SLICES == 2:
-            a *= NORM
-            b *= NORM
-            divisor = scale
+            a, b = a * (NORM * lift), b * (NORM * lift)
+            divisor = scale * lift
         else:  # the factor is a power of two
-            divisor = scale * (1.0 / NORM)
-        if divisor < SMALL:
-            a, b, c, d, divisor = a * LIFT, b * LIFT, c * LIFT, d * LIFT, divisor * LIFT
+            divisor = scale * lift * (1.0 / NORM)
+            if scale < SMALL:
+                a, b, c, d = a * LIFT, b * LIFT, c * LIFT, d * LIFT
         inverse = tl.div_rn(1.0, divisor)
         out_ptr = tl.where(of_q, q_out_ptr, k_out_ptr) + ((sequence.to(tl.int64) * rows + row) * heads + head) * DIM
         out = tl.multiple_of(out_ptr, 16) + own_row * (heads * DIM) + own_column
         kept = own_row < rows - row
-        if AGAIN:
-            least = tl.where(of_q, -1.0, scale * DOMINATES)  # every row of q is rounded again
-            a = _in_order(_quotient(a, divisor, inverse), WARPS)
-            if SLICES == 2:
-                b = _in_order(_quotient(b, divisor, inverse), WARPS)
-            if EVERY or (most & 0x7FFF0000) > least.to(tl.int32, bitcast=True):
-                keys = tl.permute(tl.reshape(key, (BLOCK // (16 * WARPS), WARPS, 2, 8)), (0, 2, 1, 3))
-                a, b = _corrected(a, b, tl.reshape(keys, (BLOCK,))[:, None, None], least, SLICES)
-            tl.store(out, tl.reshape(e4m3_bits(a), (BLOCK * WIDTH,)), mask=kept)
-            if SLICES == 2:
-                tl.store(out + WIDTH, tl.reshape(e4m3_bits(b), (BLOCK * WIDTH,)), mask=kept)
+        least = tl.where(of_q, -1.0, scale * DOMINATES)  # every row of q is rounded again
+        if AGAIN and (EVERY or (most & 0x7FFF0000) > least.to(tl.int32, bitcast=True)):
+            keys = tl.permute(tl.reshape(key, (BLOCK // (16 * WARPS), WARPS, 2, 8)), (0, 2, 1, 3))
+            keys = tl.reshape(keys, (BLOCK,))[:, None, None]
+            _write_again(out, a, b, keys, divisor, inverse, kept, least, SLICES, WARPS)
         else:
-            tl.store(out, _rounded(a, divisor, inverse, WARPS), mask=kept)
-            if SLICES >= 2:
-                tl.store(out + WIDTH, _rounded(b, divisor, inverse, WARPS), mask=kept)
-            if SLICES == 4:
-                tl.store(out + 2 * WIDTH, _rounded(c, divisor, inverse, WARPS), mask=kept)
-                tl.store(out + 3 * WIDTH, _rounded(d, divisor, inverse, WARPS), mask=kept)
+            _write(out, a, b, c, d, divisor, inverse, kept, SLICES, WARPS)
     first -= rotated % step
     first = tl.where(first < 0, first + step, first)
     padded = sixteens.to(tl.int64) * 4  # fours of rows
@@ -293,9 +282,12 @@ def _channels(x, AT: tl.constexpr):
 
 
 @triton.jit
-def _corrected(a, b, key, least, SLICES: tl.constexpr):
-    """Quotients, rows of numbers above ``least`` less what rounding adds along the largest (`e4m3.rounded_again`)."""
+def _write_again(
+    out, a, b, key, divisor, inverse, kept, least, SLICES: tl.constexpr, WARPS: tl.constexpr
+):  # fmt: skip
+    """``_write``, rows of numbers above ``least`` as `e4m3.rounded_again` rounds them."""
     tl.static_assert(SLICES <= 2, "rows of four slices are rounded once")
+    a, b = _in_order(_quotient(a, divisor, inverse), WARPS), _in_order(_quotient(b, divisor, inverse), WARPS)
     again = (key & 0x7FFF0000).to(tl.float32, bitcast=True) > least
     channel = 255 - (key & 255)
     along = _along(channel % WIDTH)
@@ -306,10 +298,9 @@ def _corrected(a, b, key, least, SLICES: tl.constexpr):
     if SLICES == 2:
         error += of_b * _error_along(b, along)
     error = tl.where(again & (tl.abs(error) < float("inf")), error * (1.0 / (SLICES * WIDTH)), 0.0)
-    a -= error * along
+    tl.store(out, tl.reshape(e4m3_bits(a - error * along), (BLOCK * WIDTH,)), mask=kept)
     if SLICES == 2:
-        b -= error * of_b * along
-    return a, b
+        tl.store(out + WIDTH, tl.reshape(e4m3_bits(b - error * of_b * along), (BLOCK * WIDTH,)), mask=kept)
 
 
 @triton.jit
@@ -326,6 +317,17 @@ def _along(channel):
 def _error_along(z, along):
     """What rounding adds to quotients, times ``along``, summed over columns."""
     return tl.sum(tl.sum((e4m3_number(z) - z) * along, 2, keep_dims=True), 1, keep_dims=True)
+
+
+@triton.jit
+def _write(out, a, b, c, d, divisor, inverse, kept, SLICES: tl.constexpr, WARPS: tl.constexpr):
+    """e4m3 of the slices' numbers over ``divisor``."""
+    tl.store(out, _rounded(a, divisor, inverse, WARPS), mask=kept)
+    if SLICES >= 2:
+        tl.store(out + WIDTH, _rounded(b, divisor, inverse, WARPS), mask=kept)
+    if SLICES == 4:
+        tl.store(out + 2 * WIDTH, _rounded(c, divisor, inverse, WARPS), mask=kept)
+        tl.store(out + 3 * WIDTH, _rounded(d, divisor, inverse, WARPS), mask=kept)
 
 
 @triton.jit
