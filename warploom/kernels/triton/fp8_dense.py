@@ -16,6 +16,7 @@ WIDTH = tl.constexpr(64)  # columns of a slice
 # v's numbers are read as pairs, and q's and k's one by one.
 PAIRS = tl.constexpr(32)  # of a slice
 STEP = tl.constexpr(8)  # numbers in 16 bytes, of which strides are multiples
+STAGES = tl.constexpr(3)  # of copies: two tiles are asked for ahead
 SMALL, LIFT = tl.constexpr(2.0**-100), tl.constexpr(2.0**60)  # a divisor near what is subnormal, and what brings it away
 
 
@@ -55,14 +56,12 @@ def quantize_dense_kernel(
     SLICES: tl.constexpr,
     NORM: tl.constexpr,
     AGAIN: tl.constexpr,
-    EVERY: tl.constexpr,
     WARPS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """As `fp8.quantize_kernel`, of q, k and v with SLICES · 64 columns and strides in units of 16 bytes.
 
     A tile is a block of rows of one head. v's are dealt out from the program on at which those of q and k end. AGAIN, of at
-    most two slices: rows are rounded twice. WARPS is what the kernel is compiled for, STAGES - 1 tiles are asked for ahead.
+    most two slices: rows are rounded twice. WARPS is what the kernel is compiled for.
     """
     first, step = tl.program_id(0), tl.num_programs(0)
     DIM: tl.constexpr = SLICES * WIDTH
@@ -117,14 +116,12 @@ def quantize_dense_kernel(
             c, d = c + d, c - d
             a, b, c, d = a + c, b + d, a - c, b - d
         sizes = _sizes(a, b, c, d, False, SLICES)
-        most = 0
         if AGAIN:
             sizes = tl.max(sizes, 1)
-            key = tl.where(sizes < 0.0, 0, key)  # never, but keys are then read by the threads that have the product's rows
-        if AGAIN and not EVERY:
+            key = tl.where(sizes < 0.0, 0, key)  # never, but so keys are read by the threads that have the product's rows
             top, most = tl.reduce((sizes, key), 0, _larger)
         else:
-            top = tl.max(sizes)
+            top, most = tl.max(sizes), 0
         if not (top < float("inf")):
             top = tl.max(_sizes(a, b, c, d, True, SLICES))
         scale = scale_of(top * NORM)
@@ -142,7 +139,7 @@ def quantize_dense_kernel(
         out = tl.multiple_of(out_ptr, 16) + own_row * (heads * DIM) + own_column
         kept = own_row < rows - row
         least = tl.where(of_q, -1.0, scale * DOMINATES)  # every row of q is rounded again
-        if AGAIN and (EVERY or (most & 0x7FFF0000) > least.to(tl.int32, bitcast=True)):
+        if AGAIN and (most & 0x7FFF0000) > least.to(tl.int32, bitcast=True):
             keys = tl.permute(tl.reshape(key, (BLOCK // (16 * WARPS), WARPS, 2, 8)), (0, 2, 1, 3))
             keys = tl.reshape(keys, (BLOCK,))[:, None, None]
             _write_again(out, a, b, keys, divisor, inverse, kept, least, SLICES, WARPS)
