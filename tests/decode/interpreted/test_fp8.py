@@ -98,5 +98,5 @@ def test_strides_of_pages_may_take_64_bits() -> None:
         one = PagedKVCache(k, v, table, lengths, cache.k_scale, cache.v_scale, cache.hadamard_seed)
         found.append(decode(q, one, backend="triton"))
         args = decode_args(q, one, None, 0.0, None, None, None, None, None)
-        narrow.append(launch._plan_of(args)[0].split._constants["NARROW"])
-    assert torch.equal(*found) and narrow == [True, False]
+        narrow.append(launch._plan_of(args)[0].split._constants["PLACES"])
+    assert torch.equal(*found) and narrow == [2, 0]

@@ -19,7 +19,7 @@ from warploom.decode.api import decode
 from warploom.decode.append import append as torch_append
 from warploom.decode.cache import KVCache, PagedKVCache
 from warploom.decode.problem import AppendArgs, DecodeArgs
-from warploom.decode.triton import launch, plan
+from warploom.decode.triton import launch, parts, plan
 from warploom.decode.triton.config import Config, config
 from warploom.decode.triton.parts import takes_groups
 from warploom.decode.triton.tokens import append as triton_append
@@ -408,6 +408,19 @@ def _args(q: torch.Tensor, cache: KVCache | PagedKVCache) -> DecodeArgs:
     k, v = (cache.k_pages, cache.v_pages) if paged else (cache.k, cache.v)
     table = cache.block_table if paged else None
     return DecodeArgs(q, k, v, cache.lengths, table, *[None] * 5, 0, 0.25, 0.0, "triton")
+
+
+def test_what_holds_distances_of_keys() -> None:
+    """32 bits to the last key of the last page, then their products, then 64; of k, v and scales whichever is furthest."""
+    key, page = 8, 16 * 8
+    last = 2**31 // page  # with so many pages the last key's distance is 2^31 - 8
+    near, narrow, wide = parts.NEAR.value, parts.NARROW.value, parts.WIDE.value
+    assert launch._places(last, 16, ((page, key), (page, key))) == near
+    assert launch._places(last + 1, 16, ((page, key), (1, 1))) == narrow
+    assert launch._places(last + 1, 16, ((1, 1), (page, key))) == narrow
+    assert launch._places(2, 16, ((2**31 - 1, 1), (0, 0))) == narrow
+    assert launch._places(1, 16, ((2**31 - 1, 1), (0, 0))) == near
+    assert launch._places(1, 16, ((2**31, 1), (0, 0))) == wide
 
 
 def test_keys_that_a_window_hides_from_every_path_may_hold_anything() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from warploom.decode.problem import DecodeArgs
+from warploom.decode.triton.parts import NARROW, NEAR, WIDE
 from warploom.decode.triton.plan import UNIT, UNIT_FP8, BiasVariant, Plan, Shape, plan
 from warploom.decode.triton.tree import ancestors
 from warploom.runtime.device import on_device
@@ -195,6 +196,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     capacity = args.capacity
     bias, bias_numbers = _bias(args)
     scales = *scale_strides(k_scale), *scale_strides(v_scale)
+    places = _places(pages, page_size, (strides[3:5], strides[6:8], scales[:2], scales[3:5]))
     p = plan(
         Shape(
             batch=batch,
@@ -216,7 +218,8 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             left=left,
             softcap=softcap != 0.0,
             prefix="found" if args.prefix is not None else "keys" if args.prefix_keys else "",
-            narrow=max(*strides[3:], *scales) < 2**31,
+            places=places,
+            same=strides[3:5] == strides[6:8],
             unit=unit,
             device=q.device.index if q.is_cuda else None,
         )
@@ -254,6 +257,14 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
         prefix_keys=min(args.prefix_keys, capacity) if p.chunk and args.prefix is None else None,
     )
     return p, strides, numbers
+
+
+def _places(pages: int, page_size: int, strides: tuple[tuple[int, ...], ...]) -> int:
+    """What holds distances of keys by these strides, of pages and of keys: `Shape.places`."""
+    most = max((pages - 1) * page + (page_size - 1) * key for page, key in strides)
+    if max(map(max, strides)) >= 2**31:
+        return int(WIDE.value)
+    return int(NEAR.value if most < 2**31 else NARROW.value)
 
 
 def _bias(args: DecodeArgs) -> tuple[BiasVariant | None, tuple[int | None, ...]]:

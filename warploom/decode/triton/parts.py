@@ -15,6 +15,11 @@ ONE_PAGE = tl.constexpr(1)
 TILE_IN_PAGE = tl.constexpr(2)
 SCATTERED = tl.constexpr(3)
 
+# What holds a key's distance from the first of its sequence or pool: 64 bits; products of numbers of 32 bits; 32 bits.
+WIDE = tl.constexpr(0)
+NARROW = tl.constexpr(1)
+NEAR = tl.constexpr(2)
+
 # What `split_kernel` and `share_kernel` are not compiled for: one binary serves every size. Strides of q, k and v come in units
 # of UNIT elements, which tells the compiler how far they align.
 SCALARS = [
@@ -37,18 +42,18 @@ def key_range(length, left, right, T: tl.constexpr, HAS_LEFT: tl.constexpr):
 
 
 @triton.jit
-def far(n, stride, NARROW: tl.constexpr):
-    """n · stride in 64 bits, of a 32-bit n. NARROW: 32 bits hold the stride too.
+def far(n, stride, PLACES: tl.constexpr):
+    """n · stride of a 32-bit n, in 64 bits; with NEAR in 32, to be widened where it joins a pointer.
 
-    By name, as the compiler widens a stride ahead of the loop and then multiplies numbers of 64 bits, in four instructions.
+    NARROW: an instruction by name, as the compiler widens a stride ahead of the loop and then multiplies numbers of 64 bits, in
+    four instructions.
     """
-    if NARROW:
-        if INTERPRETED:
-            return n.to(tl.int64) * stride
-        else:
-            return tl.inline_asm_elementwise(
-                "mul.wide.s32 $0, $1, $2;", "=l,r,r", [n, stride.to(tl.int32)], tl.int64, is_pure=True, pack=1
-            )
+    if PLACES == NEAR:
+        return n * stride.to(tl.int32)
+    elif PLACES == NARROW and not INTERPRETED:
+        return tl.inline_asm_elementwise(
+            "mul.wide.s32 $0, $1, $2;", "=l,r,r", [n, stride.to(tl.int32)], tl.int64, is_pure=True, pack=1
+        )
     else:
         return n.to(tl.int64) * stride
 

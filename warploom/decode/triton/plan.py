@@ -11,7 +11,7 @@ import torch
 from warploom.decode.problem import DecodeProblem
 from warploom.decode.triton.config import Config, config, latent_config, latent_widths, shared_blocks
 from warploom.decode.triton.kernels import merge_kernel, split_kernel
-from warploom.decode.triton.parts import CONTIGUOUS, ONE_PAGE, SCATTERED, TILE_IN_PAGE
+from warploom.decode.triton.parts import CONTIGUOUS, NARROW, NEAR, ONE_PAGE, SCATTERED, TILE_IN_PAGE, WIDE
 from warploom.decode.triton.prefix import share_kernel
 from warploom.kernels.triton.widths import power_of_two, tile_widths
 from warploom.runtime.triton_launch import Launch
@@ -28,7 +28,8 @@ _MERGING = 1024
 # What `share_kernel` is compiled for of the split kernel's constants.
 _SHARE = (
     "T", "HEADS_KV", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "M", "N", "D", "DV", "SPLIT", "MAX_SPLITS", "HALVED", "PAGES", "LEAST",
-    "SOFTCAP", "TREE", "TREE_DEPTHS", "FP8", "PAIRS", "BIAS", "UNIT", "PDL", "launch_pdl", "num_warps",
+    "SOFTCAP", "TREE", "TREE_DEPTHS", "FP8", "PAIRS", "BIAS", "UNIT", "STEP", "PAGE", "PLACES", "SAME", "PDL", "launch_pdl",
+    "num_warps",
 )  # fmt: skip
 # Up to so many keys of a sequence so many groups are enough for programs to take whole ones, which end without a merge: on an
 # H200 16 sequences of 1,024 took 29.2 us for 32.4, of 2,048 46.7 for 53.8 (8 key heads), unlike ones to 4,096 117 for 102. FP8
@@ -46,6 +47,8 @@ _MANY = 1000
 # of rows of 256 bytes. By an entry a row, head_dim 128 over pages of 16 took 196 registers for 152, of which a multiprocessor
 # holds two programs for three; of rows of 128 bytes 60 instructions a tile less than so.
 _STEP = 16
+# Registers of a thread that leave room for three programs of 128 threads.
+_REGISTERS = 168
 # Parts that the merge loads at once, whole groups of them; twice as many where there are more, of few columns each.
 _AHEAD = 16
 # Elements that strides count in where they can: 16 bytes of a dtype of 16 bits, and those of one of 8 bits.
@@ -83,7 +86,8 @@ class Shape(NamedTuple):
     left: int | None
     softcap: bool
     prefix: str  # "found" on the device, "keys" of all sequences, "" without
-    narrow: bool  # 32 bits hold the strides of k, v and their scales
+    places: int  # WIDE, NARROW or NEAR: what holds distances of keys, values and their scales
+    same: bool  # pages and keys of v lie as far apart as those of k
     unit: int  # strides of q, k and v count in these; with 1 pointers need not lie at multiples of 16 bytes either
     device: int | None  # None: the interpreter
 
@@ -320,6 +324,19 @@ def _pages(s: Shape, c: Config) -> Any:
     return TILE_IN_PAGE if s.page_size % c.block_n == 0 else SCATTERED
 
 
+def _limit(s: Shape, c: Config, blocks: int) -> dict[str, int]:
+    """A limit of registers for tiles over small pages, of which a multiprocessor's memory holds three programs.
+
+    On an H200 16 sequences of 8,192 over pages of 16 took 137.3 us for 138.4 without it; of head_dim 64,
+    where nothing is shared, 76.7 for 75.9. What else is not here would spill, or runs by two (`_ALIKE`).
+    """
+    group = s.heads_q // s.heads_kv
+    width = max(s.head_dim, s.head_dim_v)
+    few = s.queries == 1 and c.block_m == 16 and s.dtype.itemsize == 2 and width <= 128 and (width > 64 or blocks > 0)
+    plain = not (s.fp8 or s.latent or s.softcap or s.bias) and s.left is None and group & (group - 1) == 0
+    return {"maxnreg": _REGISTERS} if few and plain else {}
+
+
 def _step(s: Shape, width: int) -> int:
     """Keys of a tile, scattered over pages, that an entry of the table is read for."""
     return _STEP if s.page_size % _STEP == 0 and width * s.dtype.itemsize >= 256 and not s.fp8 else 1
@@ -362,6 +379,12 @@ def _constants(
         if _pairs(s):
             # Tensor cores multiply 16 columns at least, and even and odd ones are apart.
             width, width_v = max(width, 32), max(width_v, 32)
+    # Tiles over pages whose places were looked at: as few instructions as can be.
+    spare = pages in (TILE_IN_PAGE, SCATTERED) and c.block_m < 64 and not s.latent
+    # In rows the compiler adds distances of 32 bits up in 64: 477 instructions a tile for 387.
+    places = s.places if spare else min(s.places, NARROW.value)
+    if _pairs(s) and pages not in (TILE_IN_PAGE, SCATTERED):
+        places = WIDE.value
     split = {
         "HEADS_KV": s.heads_kv,
         "GROUP": s.heads_q // s.heads_kv,
@@ -384,11 +407,17 @@ def _constants(
         "ONCE": ways.once,
         "UNIT": s.unit,
         "SHARED": blocks > 0,
-        "NARROW": s.narrow and (pages in (TILE_IN_PAGE, SCATTERED) or not _pairs(s)),
+        "PLACES": places,
+        "SAME": s.same and places == NEAR.value and not _pairs(s),
+        "DISTANCES": (spare and pages == SCATTERED) or _pairs(s),
+        # Of pages that hold the 16 keys of a step there are few sizes: binaries know them.
+        "PAGE": s.page_size if spare and pages == SCATTERED and s.page_size >= _STEP else 0,
         "num_warps": c.warps,
         # Of fewer than 64 rows the deeper pipeline's memory allows two programs a multiprocessor.
         "num_stages": c.stages + (deep and c.block_m < 64),
     }
+    if pdl and spare and pages == SCATTERED:
+        split |= _limit(s, c, blocks)
     return shared | split, shared | {
         "DV": merge_dim, "AHEAD": ahead, "SHARED": blocks > 0, "TREE": s.tree and blocks > 0,
         "FINAL": ways.final and blocks > 0, "num_warps": 1,

@@ -22,7 +22,9 @@ from warploom.decode.triton.parts import (
     SCATTERED,
     TILE_IN_PAGE,
     ended,
+    far,
     no_weights,
+    repeated,
     split_size,
     summed,
     weigh,
@@ -136,7 +138,7 @@ def share_kernel(
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     HALVED: tl.constexpr, PAGES: tl.constexpr, LEAST: tl.constexpr, SOFTCAP: tl.constexpr, TREE: tl.constexpr,
     TREE_DEPTHS: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr,
-    BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr, PLACES: tl.constexpr, SAME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Every split that neighbours share, once: parts of all rows that share it. It takes what `split_kernel` takes.
 
@@ -152,6 +154,10 @@ def share_kernel(
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     n = tl.arange(0, N)
+    asked = tl.arange(0, N // STEP) * STEP
+    if PAGE > 0:
+        page_mask = PAGE - 1
+        page_shift = tl.constexpr(PAGE.bit_length() - 1)
     d_live = d < HEAD_DIM
     dv_live = dv < HEAD_DIM_V
     SLICES: tl.constexpr = 2 if PAIRS else 1
@@ -231,7 +237,7 @@ def share_kernel(
                 elif PAGES == TILE_IN_PAGE:
                     page = tl.load(table + (begin >> page_shift))
                 else:
-                    page = tl.load(table + ((begin + n) >> page_shift))
+                    page = tl.load(table + (begin >> page_shift) + (asked >> page_shift))
             if PAGES == CONTIGUOUS or PAGES == ONE_PAGE:
                 k_base += entry * stride_kb * UNIT_KV
                 v_base += entry * stride_vb * UNIT_KV
@@ -244,33 +250,41 @@ def share_kernel(
                 if PAGES == TILE_IN_PAGE:
                     slot = (tile & page_mask) + n
                 elif PAGES == SCATTERED:
-                    slot = cols & page_mask
+                    slot = n & page_mask
                 else:
                     slot = cols
-                k_offset = slot.to(tl.int64) * stride_kn * UNIT_KV
-                v_offset = slot.to(tl.int64) * stride_vn * UNIT_KV
+                k_far = far(slot[:, None], stride_kn, PLACES)
+                v_far = far(slot[:, None], stride_vn, PLACES)
                 if FP8:
-                    ks_offset = slot.to(tl.int64) * stride_ksn
-                    vs_offset = slot.to(tl.int64) * stride_vsn
+                    ks_offset = far(slot, stride_ksn, PLACES)
+                    vs_offset = far(slot, stride_vsn, PLACES)
                 if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
-                    inside = clamp(page, 0, pages - 1).to(tl.int64)
-                    k_offset += inside * stride_kb * UNIT_KV
-                    v_offset += inside * stride_vb * UNIT_KV
+                    inside = clamp(page, 0, pages - 1)
+                    if STEP > 1:
+                        k_far += repeated(far(inside, stride_kb, PLACES), STEP)[:, None]
+                        v_far += repeated(far(inside, stride_vb, PLACES), STEP)[:, None]
+                    else:
+                        inside_rows = inside[:, None] if PAGES == SCATTERED else inside
+                        k_far += far(inside_rows, stride_kb, PLACES)
+                        v_far += far(inside_rows, stride_vb, PLACES)
                     if FP8:
-                        ks_offset += inside * stride_ksb
-                        vs_offset += inside * stride_vsb
+                        ks_offset += far(inside, stride_ksb, PLACES)
+                        vs_offset += far(inside, stride_vsb, PLACES)
                     if PAGES == TILE_IN_PAGE:
                         page = tl.load(table + ((tile + N) >> page_shift), mask=tile + N < end, other=0)
                     else:
-                        page = tl.load(table + ((cols + N) >> page_shift), mask=cols + N < end, other=0)
+                        entries = table + ((tile + N) >> page_shift)
+                        page = tl.load(entries + (asked >> page_shift), mask=asked < end - tile - N, other=0)
+                k_offset = k_far.to(tl.int64) * UNIT_KV
+                v_offset = k_offset if SAME else v_far.to(tl.int64) * UNIT_KV
                 if PAIRS:
-                    k_even, k_odd = columns(k_base, k_offset[:, None], live, HEAD_DIM, D, WHOLE)
-                    v_even, v_odd = columns(v_base, v_offset[:, None], live, HEAD_DIM_V, DV, WHOLE)
+                    k_even, k_odd = columns(k_base, k_offset, live, HEAD_DIM, D, WHOLE)
+                    v_even, v_odd = columns(v_base, v_offset, live, HEAD_DIM_V, DV, WHOLE)
                     k_scale = tl.load(k_scales + ks_offset)
                     f, e, inverse = parted(tl.load(v_scales + vs_offset))
                 else:
-                    k = tl.load(k_base + k_offset[:, None] + d[None, :], mask=d_live[None, :], other=0.0)
-                    v = tl.load(v_base + v_offset[:, None] + dv[None, :], mask=dv_live[None, :], other=0.0)
+                    k = tl.load(k_base + k_offset + d[None, :], mask=d_live[None, :], other=0.0)
+                    v = tl.load(v_base + v_offset + dv[None, :], mask=dv_live[None, :], other=0.0)
                     if FP8:
                         k = k.to(q.dtype)
                         k_scale = tl.load(k_scales + ks_offset)
