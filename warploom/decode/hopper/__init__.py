@@ -64,10 +64,11 @@ def _described(p: DecodeProblem) -> tuple[Any, ...]:
 
 def _described_latent(p: DecodeProblem) -> tuple[Any, ...]:
     """As ``_described``, of a latent cache."""
-    pair, one = latent_plan.pairs(p.queries, p.heads_q), p.page_size == p.capacity
+    pair, few = latent_plan.pairs(p.queries, p.heads_q), latent_plan.few(p.queries, p.heads_q)
+    one = p.page_size == p.capacity
     if p.page_size is None or one:
-        return p.dtype, None if p.page_size is None else latent_plan.BOXES[0], one, pair
-    return p.dtype, next((box for box in latent_plan.BOXES if box <= p.page_size), p.page_size), False, pair
+        return p.dtype, None if p.page_size is None else latent_plan.BOXES[0], one, pair, few
+    return p.dtype, next((box for box in latent_plan.BOXES if box <= p.page_size), p.page_size), False, pair, few
 
 
 def _heads_refusal(p: DecodeProblem) -> str | None:

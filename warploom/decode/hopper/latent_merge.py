@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.decode.hopper.latent_base import RADIX_LOG
-from warploom.decode.hopper.latent_config import HEAD_DIM_V, ROWS, STATS
+from warploom.decode.hopper.latent_config import HEAD_DIM_V, STATS
 from warploom.decode.hopper.latent_results import LatentResults, inverse_of, joined, joined_sum
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.instructions import pack16
@@ -39,11 +39,11 @@ class LatentMerge(LatentResults):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         count = Int32(1) << cut.log - cut.part_log
-        row_block = row // ROWS
+        row_block = row // self.rows
         first = batch * call.row_blocks + row_block << call.parts_log
         each_log = choose(count > GROUPS << RADIX_LOG, GROUP_LOG, RADIX_LOG)
         begin = group << each_log
-        place = Int64(first + begin) * ROWS + (row - row_block * ROWS)
+        place = Int64(first + begin) * self.rows + (row - row_block * self.rows)
         own = self.subtree(outputs, place, cutlass.min(count - begin, Int32(1) << each_log), column)
         if const_expr(groups == 1):
             self.store_columns(call, outputs, own, batch, row, column)
@@ -94,7 +94,7 @@ class LatentMerge(LatentResults):
                 for i in cutlass.range_constexpr(AHEAD):
                     parts[i].fill(0.0)
                     if chunk + i < count:
-                        self.load_part(outputs, parts[i], place + Int64(chunk + i) * ROWS, column)
+                        self.load_part(outputs, parts[i], place + Int64(chunk + i) * self.rows, column)
                 for i in cutlass.range_constexpr(0, AHEAD, four):
                     for j in cutlass.range_constexpr(1, four):
                         if chunk + i + j < count:
