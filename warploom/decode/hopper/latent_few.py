@@ -176,7 +176,7 @@ class HopperLatentFew(HopperLatent):
         acc, lane, role = work.acc_s, work.lane, work.role
         for i in cutlass.range_constexpr(PER_TILE):
             acc[i] = acc[i] * work.multiplier
-        whole = self.is_whole_tile(work, tile)
+        whole = self.is_whole(work, tile)
         if not whole:
             self.hide_keys(work, tile)
         tops = shared.references.iterator + role * (4 * FEW_ROWS)
@@ -185,10 +185,10 @@ class HopperLatentFew(HopperLatent):
             work.correction[u] = warp_top(cute.arch.fmax(acc[i], acc[i + 2]))
         if lane < 4:
             for j in cutlass.range_constexpr(2):
-                store_two(tops + (work.warp * FEW_ROWS + 2 * lane + 8 * j), work.correction[2 * j], work.correction[2 * j + 1])
+                store(tops + (work.warp * FEW_ROWS + 2 * lane + 8 * j), work.correction[2 * j], work.correction[2 * j + 1])
         wait(LatentBarrier.SCORED, WARPGROUP, role)
         for j in cutlass.range_constexpr(2):
-            found = [load_two(tops + (w * FEW_ROWS + lane % 4 * 2 + 8 * j)) for w in range(4)]
+            found = [load(tops + (w * FEW_ROWS + lane % 4 * 2 + 8 * j), 2) for w in range(4)]
             for c in cutlass.range_constexpr(2):
                 u = 2 * j + c
                 top = cute.arch.fmax(cute.arch.fmax(found[0][c], found[1][c]), cute.arch.fmax(found[2][c], found[3][c]))
@@ -207,13 +207,6 @@ class HopperLatentFew(HopperLatent):
             self.clear_values(work, shared, tile)
         cute.arch.fence_view_async_shared()
         wait(LatentBarrier.SCORED, WARPGROUP, role)
-
-    @cute.jit
-    def is_whole_tile(self, work, tile):
-        """Whether all rows see all keys of a tile."""
-        call, length, last = work.call, work.ends[0], work.ends[1]
-        key = tile * TILE
-        return (key >= length - 1 - call.left) & (key + TILE <= cutlass.min(last, length - call.queries + call.right + 1))
 
     @cute.jit
     def hide_keys(self, work, tile):
@@ -293,19 +286,19 @@ class HopperLatentFew(HopperLatent):
         if lane < 4:
             for j in cutlass.range_constexpr(2):
                 at = 2 * lane + 8 * j
-                store_two(sums + ((4 * role + work.warp) * FEW_ROWS + at), work.row_sum[2 * j], work.row_sum[2 * j + 1])
+                store(sums + ((4 * role + work.warp) * FEW_ROWS + at), work.row_sum[2 * j], work.row_sum[2 * j + 1])
                 if work.warp == 0:
-                    store_two(references + (role * FEW_ROWS + at), work.reference[2 * j], work.reference[2 * j + 1])
+                    store(references + (role * FEW_ROWS + at), work.reference[2 * j], work.reference[2 * j + 1])
         mine = shared.exchange + (role * HALF_NUMBERS * WARPGROUP + work.thread * 4)
         for i in cutlass.range_constexpr(HALF_NUMBERS // 4):
-            store_quad(mine + i * (4 * WARPGROUP), [work.acc[other * HALF_NUMBERS + 4 * i + c] for c in range(4)])
+            store(mine + i * (4 * WARPGROUP), *(work.acc[other * HALF_NUMBERS + 4 * i + c] for c in range(4)))
         wait(LatentBarrier.SUMMED, THREADS)
         own = cute.make_rmem_tensor(OWNED, Float32)  # what both O are multiplied by
         for j in cutlass.range_constexpr(2):
             at = lane % 4 * 2 + 8 * j
-            before = load_two(references + (EVEN * FEW_ROWS + at))
-            after = load_two(references + (ODD * FEW_ROWS + at))
-            found = [load_two(sums + (w * FEW_ROWS + at)) for w in range(WARPS)]
+            before = load(references + (EVEN * FEW_ROWS + at), 2)
+            after = load(references + (ODD * FEW_ROWS + at), 2)
+            found = [load(sums + (w * FEW_ROWS + at), 2) for w in range(WARPS)]
             for c in cutlass.range_constexpr(2):
                 u = 2 * j + c
                 new = cute.arch.fmax(before[c], after[c])
@@ -318,7 +311,7 @@ class HopperLatentFew(HopperLatent):
                 own[u], work.correction[u] = factors[role], factors[other]
         theirs = shared.exchange + (other * HALF_NUMBERS * WARPGROUP + work.thread * 4)
         for i in cutlass.range_constexpr(HALF_NUMBERS // 4):
-            four = load_quad(theirs + i * (4 * WARPGROUP))
+            four = load(theirs + i * (4 * WARPGROUP), 4)
             for c in cutlass.range_constexpr(4):
                 n, u = 4 * i + c, owner(4 * i + c)
                 work.half[n] = joined_sum(own[u], work.acc[role * HALF_NUMBERS + n], work.correction[u], four[c])
@@ -346,8 +339,8 @@ class HopperLatentFew(HopperLatent):
         if lane < 4:
             for j in cutlass.range_constexpr(2):
                 at = work.total_rows + (level * 2 * FEW_ROWS + 2 * lane + 8 * j)
-                store_two(at, reference[2 * j], reference[2 * j + 1])
-                store_two(at + FEW_ROWS, row_sum[2 * j], row_sum[2 * j + 1])
+                store(at, reference[2 * j], reference[2 * j + 1])
+                store(at + FEW_ROWS, row_sum[2 * j], row_sum[2 * j + 1])
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(HALF_NUMBERS):
             work.total[level][i] = work.half[i]
@@ -358,7 +351,7 @@ class HopperLatentFew(HopperLatent):
         before, own = cute.make_rmem_tensor(OWNED, Float32), cute.make_rmem_tensor(OWNED, Float32)
         for j in cutlass.range_constexpr(2):
             at = work.total_rows + (level * 2 * FEW_ROWS + work.lane % 4 * 2 + 8 * j)
-            references, sums = load_two(at), load_two(at + FEW_ROWS)
+            references, sums = load(at, 2), load(at + FEW_ROWS, 2)
             for c in cutlass.range_constexpr(2):
                 u = 2 * j + c
                 new, before[u], own[u] = joined(references[c], work.reference[u])
@@ -414,34 +407,16 @@ def warp_top(x):
     return x
 
 
-def store_two(to: Any, low: Any, high: Any) -> None:
-    """Two neighbours to shared memory."""
-    store_all(to, [low, high])
-
-
-def store_quad(to: Any, four: list[Any]) -> None:
-    """Four."""
-    store_all(to, four)
-
-
-def store_all(to: Any, values: list[Any]) -> None:
+def store(to: Any, *values: Any) -> None:
+    """Two or four fp32 that lie together, to shared memory."""
     own = cute.make_rmem_tensor(len(values), Float32)
     for i, x in enumerate(values):
         own[i] = x
     cute.autovec_copy(own, cute.make_tensor(to.align(4 * len(values)), cute.make_layout(len(values))))
 
 
-def load_two(source: Any) -> Any:
-    """Two neighbours of shared memory."""
-    return load_all(source, 2)
-
-
-def load_quad(source: Any) -> Any:
-    """Four."""
-    return load_all(source, 4)
-
-
-def load_all(source: Any, count: int) -> Any:
+def load(source: Any, count: int) -> Any:
+    """Two or four fp32 that lie together in shared memory."""
     own = cute.make_rmem_tensor(count, Float32)
     cute.autovec_copy(cute.make_tensor(source.align(4 * count), cute.make_layout(count)), own)
     return own
