@@ -91,7 +91,8 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
             for groups in (1, GROUPS):
                 if (parts_log > RADIX_LOG) == (groups > 1):
                     self.merge_kernel(*tensors, *numbers, groups).launch(
-                        grid=[batch * rows, 1, 1], block=[groups * COLUMN_THREADS, 1, 1], stream=stream, use_pdl=True
+                        grid=[batch * rows * self.shares(groups), 1, 1],
+                        block=[groups * COLUMN_THREADS // self.shares(groups), 1, 1], stream=stream, use_pdl=True,
                     )
 
     def products(self) -> tuple[Any, Any, Any]:
