@@ -108,9 +108,9 @@ class Hopper(DecodeBackend):
     def declines(self, problem: DecodeProblem | None = None) -> str | None:
         """A choice by batch would give a sequence other bits in another batch, so it is the caller's."""
         if problem is not None and problem.latent:
-            if problem.queries * problem.heads_q >= latent_plan.LEAST_ROWS:
+            if latent_plan.unasked(problem.queries, problem.heads_q):
                 return None
-            return "is no faster than Triton where a latent cache has few queries × heads; ask for it by backend='hopper'"
+            return "is no faster than Triton over latent caches with 17 to 63 queries × heads; ask for it by backend='hopper'"
         return "is for batches of few sequences, and slower than Triton in large or ragged ones; ask for it by backend='hopper'"
 
     def wavers(self, problem: DecodeProblem | None = None) -> bool:

@@ -93,7 +93,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
                     self.merge_kernel(*tensors, *numbers, groups).launch(
                         grid=[batch * rows * self.shares(groups), 1, 1],
                         block=[groups * COLUMN_THREADS // self.shares(groups), 1, 1], stream=stream, use_pdl=True,
-                    )
+                    )  # fmt: skip
 
     def products(self) -> tuple[Any, Any, Any]:
         """Of scores, and of values with a P of the warpgroup's own and of the other one's."""

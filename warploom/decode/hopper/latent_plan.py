@@ -14,7 +14,7 @@ from warploom.decode.hopper.plan import DTYPES
 # 30, 42 and 42 for one of 8192, 35, 35 and 53 of 6144. FlashInfer takes 141 for 64 of 4096 and 30 for one of 8192.
 LEAST = 8
 FEW_LEAST = 2  # with few rows, where the end of a split costs no memory
-# Queries × heads from which on it runs unasked: with 64 and 128 it was faster than Triton throughout, with 16 it was not.
+# Queries × heads from which on it runs unasked, and up to FEW_ROWS: there it was faster than Triton throughout, between not.
 LEAST_ROWS = 64
 MOST_LOG = 6  # a sequence has up to 2^6 splits
 LEAST_BOX = 8  # keys of a page, at least
@@ -47,6 +47,11 @@ def pairs(queries: int, heads: int) -> bool:
 def few(queries: int, heads: int) -> bool:
     """Whether a sequence's rows are the columns of products, of which wgmma takes as few as there are."""
     return True if queries * heads <= FEW_ROWS else False  # noqa: SIM210 - as above
+
+
+def unasked(queries: int, heads: int) -> bool:
+    """Whether it runs where nobody asks for it."""
+    return few(queries, heads) or queries * heads >= LEAST_ROWS
 
 
 def blocks_log(units: int, tiles: int, processors: int) -> int:
