@@ -13,7 +13,9 @@ from warploom.decode.hopper.plan import DTYPES
 # and 16 take 160, 141 and 141 us for 64 sequences of 4096 keys, 214, 214 and 194 of 6144, 617, 538 and 526 for 128 of 8192;
 # 30, 42 and 42 for one of 8192, 35, 35 and 53 of 6144. FlashInfer takes 141 for 64 of 4096 and 30 for one of 8192.
 LEAST = 8
-FEW_LEAST = 2  # with few rows, where the end of a split costs no memory
+# With few rows, where a split's end costs no global memory. Of 16 heads on an H200, 2, 4 and 8 take 18.6, 19.0 and 22.1 us for
+# one sequence of 8192 keys, 162, 156 and 155 for 64, and 205, 181 and 176 for 64 of 4096 to 12160, where Triton takes 186.
+FEW_LEAST = 4
 # Queries × heads from which on it runs unasked, and up to FEW_ROWS: there it was faster than Triton throughout, between not.
 LEAST_ROWS = 64
 MOST_LOG = 6  # a sequence has up to 2^6 splits
