@@ -1,9 +1,9 @@
 """The kernel of latent caches, whose values are the first columns of their keys: a block reads a tile once for both products.
 
-A block has 64 rows, queries × heads, of which wgmma needs as many, or 16 where `latent_few` turns the products around. A warp asks for tiles of 64 keys by TMA, in pieces of 64
-columns; two warpgroups multiply (`latent_consumers`). There is room for Q and two tiles, and a piece is asked for again as
-soon as nobody needs it. How a sequence is cut depends on its own length alone, and how its splits are put together on nothing
-(`latent_results`).
+A block has 64 rows, queries × heads, of which wgmma needs as many, or 16 where `latent_few` turns the products around. A warp
+asks for tiles of 64 keys by TMA, in pieces of 64 columns; two warpgroups multiply (`latent_consumers`). There is room for Q and
+two tiles, and a piece is asked for again as soon as nobody needs it. How a sequence is cut depends on its own length alone, and
+how its splits are put together on nothing (`latent_results`).
 
 Here: the launches, shared memory and which warp does what.
 
