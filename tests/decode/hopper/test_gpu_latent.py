@@ -27,6 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
     "16 heads": {"lengths": [5000, 0, 77, 64, 65], "heads_q": 16},
     "64 heads": {"lengths": [1400, 700], "heads_q": 64},
     "70 heads": {"lengths": [1100, 130], "heads_q": 70},
+    "8 heads, whole tiles": {"lengths": [4096, 8192, 64, 128, 192], "heads_q": 8},
+    "24 heads": {"lengths": [5000, 0, 77], "heads_q": 24},
     "one head": {"lengths": [1100, 130], "heads_q": 1},
     "room left over": {"lengths": [1000, 63], "heads_q": 16, "capacity": 9000},
     "pages of 64": {"lengths": [3000, 1, 300], "heads_q": 32, "page_size": 64},
@@ -90,6 +92,8 @@ def test_scores_that_jump_from_split_to_split(factors: tuple[float, ...], heads:
     generator = torch.Generator("cuda").manual_seed(seed)
     k = torch.randn(1, length, 1, 576, device="cuda", generator=generator)
     tiles = length // latent_plan.TILE
+    if latent_plan.few(1, heads):
+        tiles = tiles * latent_plan.LEAST // latent_plan.FEW_LEAST
     split = torch.arange(length, device="cuda") // (length >> latent_plan.splits_log(tiles))
     # Of the columns that are no values, so that out stays of the order of one.
     k[0, :, 0, 512:] *= torch.tensor(factors, device="cuda")[split % len(factors), None]
@@ -110,10 +114,12 @@ def test_scores_that_jump_from_split_to_split(factors: tuple[float, ...], heads:
         assert torch.equal(other, out) and torch.equal(other_lse, lse), seed
 
 
-def test_splits_that_some_rows_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [1, 4])
+def test_splits_that_some_rows_do_not_see(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits of a tile: the first one is hidden from the last queries, and the last one from the first."""
     monkeypatch.setattr(latent_plan, "LEAST", 1)
-    options = SHAPE | {"heads_q": 4, "queries": 16, "keywords": {"window": (500, -54)}}
+    monkeypatch.setattr(latent_plan, "FEW_LEAST", 1)
+    options = SHAPE | {"heads_q": heads, "queries": 16, "keywords": {"window": (500, -54)}}
     c = Case(random.randrange(2**31), [3000, 64, 0, 1025], **options)
     check(c, "hopper")
     found = []

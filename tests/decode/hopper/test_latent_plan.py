@@ -45,13 +45,16 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, "bfloat16_pair"),
         ({"queries": 3, "heads_q": 16}, "bfloat16"),
         ({"queries": 16, "heads_q": 16}, "bfloat16_pair"),
-        ({"heads_q": 1, "dtype": torch.float16}, "float16"),
-        ({"page_size": 8, "left": 100, "heads_q": 16}, "bfloat16_paged8"),
-        ({"page_size": 32, "heads_q": 16}, "bfloat16_paged16"),
-        ({"page_size": 64, "heads_q": 16}, "bfloat16_paged64"),
+        ({"heads_q": 1, "dtype": torch.float16}, "float16_few"),
+        ({"queries": 2, "heads_q": 8}, "bfloat16_few"),
+        ({"heads_q": 17}, "bfloat16"),
+        ({"page_size": 8, "left": 100, "heads_q": 16}, "bfloat16_paged8_few"),
+        ({"page_size": 32, "heads_q": 16}, "bfloat16_paged16_few"),
+        ({"page_size": 32, "heads_q": 40}, "bfloat16_paged16"),
+        ({"page_size": 64, "heads_q": 16}, "bfloat16_paged64_few"),
         ({"page_size": 64}, "bfloat16_paged32_pair"),
-        ({"page_size": 256, "batch": 65535, "heads_q": 16}, "bfloat16_paged64"),
-        ({"page_size": 90, "capacity": 90, "heads_q": 16}, "bfloat16_paged64"),
+        ({"page_size": 256, "batch": 65535, "heads_q": 16}, "bfloat16_paged64_few"),
+        ({"page_size": 90, "capacity": 90, "heads_q": 16}, "bfloat16_paged64_few"),
     ],
 )
 def test_takes(changes: dict[str, object], name: str, builds: None) -> None:
@@ -78,19 +81,20 @@ def test_refusals(changes: dict[str, object], words: str, builds: None) -> None:
     assert BACKEND.supports(replace(PLAIN, **changes)) == words
 
 
-def test_runs_unasked_where_rows_are_many(builds: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By queries and heads alone, never by the batch; for few of them it is there by name."""
+def test_runs_unasked_where_rows_are_few_or_many(builds: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By queries and heads alone, never by the batch; for numbers between it is there by name."""
     for backend in dispatch.implementations("decode")[:2]:
         monkeypatch.setattr(type(backend), "available", lambda self: None)
         monkeypatch.setattr(type(backend), "tensors_refusal", lambda *_: None, raising=False)
-    few = replace(PLAIN, heads_q=16)
+    between = replace(PLAIN, heads_q=17)
     for batch in (1, 64):
-        assert dispatch.choose(replace(PLAIN, batch=batch), None, "decode") == "hopper"
-        assert dispatch.choose(replace(few, batch=batch), None, "decode") == "triton"
-    assert dispatch.choose(replace(few, queries=4), None, "decode") == "hopper"
+        for heads in (1, 16, 64, 128):
+            assert dispatch.choose(replace(PLAIN, batch=batch, heads_q=heads), None, "decode") == "hopper"
+        assert dispatch.choose(replace(between, batch=batch), None, "decode") == "triton"
+    assert dispatch.choose(replace(between, queries=4), None, "decode") == "hopper"
     assert dispatch.choose(replace(PLAIN, sink=True), None, "decode") == "triton"
-    assert dispatch.choose(few, "hopper", "decode") == "hopper"
-    assert "ask for it by backend='hopper'" in (BACKEND.refusal(few) or "")
+    assert dispatch.choose(between, "hopper", "decode") == "hopper"
+    assert "ask for it by backend='hopper'" in (BACKEND.refusal(between) or "")
 
 
 def test_choice_does_not_depend_on_the_batch(builds: None) -> None:
@@ -138,8 +142,8 @@ def test_names_and_the_named_set() -> None:
         assert LatentConfig(**dict(told.config)) == variant and told == variant.spec
     for dtype in (BF16, torch.float16):
         for size in (None, *(8 << n for n in range(6))):
-            assert config(dtype, size, False) in found and config(dtype, size, False, True) in found
-        assert config(dtype, 90, True) in found and config(dtype, 90, True, True) in found
+            assert all(config(dtype, size, False, *kind) in found for kind in ((), (True,), (False, True)))
+        assert all(config(dtype, 90, True, *kind) in found for kind in ((), (True,), (False, True)))
 
 
 def test_sources_are_what_the_kernel_imports() -> None:

@@ -64,10 +64,11 @@ def _described(p: DecodeProblem) -> tuple[Any, ...]:
 
 def _described_latent(p: DecodeProblem) -> tuple[Any, ...]:
     """As ``_described``, of a latent cache."""
-    pair, one = latent_plan.pairs(p.queries, p.heads_q), p.page_size == p.capacity
+    pair, few = latent_plan.pairs(p.queries, p.heads_q), latent_plan.few(p.queries, p.heads_q)
+    one = p.page_size == p.capacity
     if p.page_size is None or one:
-        return p.dtype, None if p.page_size is None else latent_plan.BOXES[0], one, pair
-    return p.dtype, next((box for box in latent_plan.BOXES if box <= p.page_size), p.page_size), False, pair
+        return p.dtype, None if p.page_size is None else latent_plan.BOXES[0], one, pair, few
+    return p.dtype, next((box for box in latent_plan.BOXES if box <= p.page_size), p.page_size), False, pair, few
 
 
 def _heads_refusal(p: DecodeProblem) -> str | None:
@@ -107,9 +108,9 @@ class Hopper(DecodeBackend):
     def declines(self, problem: DecodeProblem | None = None) -> str | None:
         """A choice by batch would give a sequence other bits in another batch, so it is the caller's."""
         if problem is not None and problem.latent:
-            if problem.queries * problem.heads_q >= latent_plan.LEAST_ROWS:
+            if latent_plan.unasked(problem.queries, problem.heads_q):
                 return None
-            return "is no faster than Triton where a latent cache has few queries × heads; ask for it by backend='hopper'"
+            return "is no faster than Triton over latent caches with 17 to 63 queries × heads; ask for it by backend='hopper'"
         return "is for batches of few sequences, and slower than Triton in large or ragged ones; ask for it by backend='hopper'"
 
     def wavers(self, problem: DecodeProblem | None = None) -> bool:

@@ -33,6 +33,8 @@ class Shared(Fields):
     k: Any  # (key, column, slot): a slot for even tiles and one for odd ones
     v: Any  # (column, key, slot), of the columns that are values
     p: Any  # (row, key, slot): P takes the place of a tile's last columns, which only its scores need
+    weights: Any  # P's address where rows are few: it lies behind Q
+    exchange: Any  # and fp32 behind it, what each warpgroup gives to the other one
     loads: Any  # K in boxes, as TMA fills it
     start: Any  # K's address
     references: Any  # of each slot's P: a row's
@@ -86,6 +88,7 @@ class LatentBase:
     def __init__(self, config: LatentConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
+        self.rows = config.rows
 
     @cute.jit
     def cut(self, call, batch):

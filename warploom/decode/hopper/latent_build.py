@@ -10,6 +10,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
 
 from warploom.decode.hopper.latent_config import LatentConfig
+from warploom.decode.hopper.latent_few import HopperLatentFew
 from warploom.decode.hopper.latent_kernel import HopperLatent
 from warploom.kernels.cute.arguments import rows, stream, vector, view
 from warploom.kernels.cute.basics import DTYPES
@@ -26,4 +27,5 @@ def compile_latent(config: dict[str, Any], name: str, library: Path) -> dict[str
     workspace = [make_fake_tensor(Float32, (cute.sym_int(),), stride=(1,), assumed_align=16) for _ in range(3)]
     tensors = [view(dtype, 2), view(dtype, 3), view(dtype, 2), rows(3), vector(Int32), table, *workspace]
     arguments = [*tensors, Float32(1.0), *[Int32(0)] * 10, stream()]
-    return compile_kernel(HopperLatent(variant), arguments, name, library)
+    kernel = HopperLatentFew(variant) if variant.few else HopperLatent(variant)
+    return compile_kernel(kernel, arguments, name, library)

@@ -9,6 +9,7 @@ from warploom.runtime.modules import ModuleSpec
 
 HEAD_DIM, HEAD_DIM_V = 576, 512  # columns of a key, and those of them that are values
 ROWS = 64  # queries × heads that a block has: wgmma's least
+FEW_ROWS = 16  # of a block whose products have keys, and columns of values, where wgmma takes 64
 TILE = 64  # keys
 PIECE = 64  # columns of a tile that a TMA box has, and a row of swizzled shared memory
 PIECES = HEAD_DIM // PIECE
@@ -24,7 +25,7 @@ _HERE = "decode/hopper"
 SOURCES = (
     *(
         f"{_HERE}/latent_{file}.py"
-        for file in ("base", "build", "config", "consumers", "kernel", "memory", "merge", "producer", "results")
+        for file in ("base", "build", "config", "consumers", "few", "kernel", "memory", "merge", "producer", "results")
     ),
     *(
         f"kernels/cute/{file}.py"
@@ -44,11 +45,17 @@ class LatentConfig:
     box: int = TILE  # keys of a TMA box: a tile's, or of pages as many as lie in one
     paged: bool = False
     pair: bool = False  # two blocks of rows are a cluster, and each asks for half of their tiles for both
+    few: bool = False  # a sequence has at most FEW_ROWS rows
 
     @property
     def boxes(self) -> int:
         """Of a tile's piece."""
         return TILE // self.box
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return FEW_ROWS if self.few else ROWS
 
     @property
     def cluster(self) -> int:
@@ -58,7 +65,8 @@ class LatentConfig:
     @property
     def name(self) -> str:
         """File name and symbol."""
-        return f"decode_latent_sm90_{self.dtype}" + (f"_paged{self.box}" if self.paged else "") + "_pair" * self.pair
+        paged = f"_paged{self.box}" if self.paged else ""
+        return f"decode_latent_sm90_{self.dtype}{paged}" + "_pair" * self.pair + "_few" * self.few
 
     @cached_property
     def spec(self) -> ModuleSpec:

@@ -144,7 +144,7 @@ class LatentConsumers(LatentResults):
             multiplier=multiplier,
         )
 
-    def set_ends(self, work: Work, cut: Cut) -> None:
+    def set_ends(self, work: Any, cut: Cut) -> None:
         """What masks are made from."""
         work.ends[0], work.ends[1] = cut.length, cut.last
 

@@ -1,9 +1,9 @@
 """The kernel of latent caches, whose values are the first columns of their keys: a block reads a tile once for both products.
 
-A block has 64 rows, queries × heads, of which wgmma needs as many. A warp asks for tiles of 64 keys by TMA, in pieces of 64
-columns; two warpgroups multiply (`latent_consumers`). There is room for Q and two tiles, and a piece is asked for again as
-soon as nobody needs it. How a sequence is cut depends on its own length alone, and how its splits are put together on nothing
-(`latent_results`).
+A block has 64 rows, queries × heads, of which wgmma needs as many, or 16 where `latent_few` turns the products around. A warp
+asks for tiles of 64 keys by TMA, in pieces of 64 columns; two warpgroups multiply (`latent_consumers`). There is room for Q and
+two tiles, and a piece is asked for again as soon as nobody needs it. How a sequence is cut depends on its own length alone, and
+how its splits are put together on nothing (`latent_results`).
 
 Here: the launches, shared memory and which warp does what.
 
@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from warploom.decode.hopper.latent_base import EVEN, LEVELS, ODD, RADIX_LOG, Call, Shared
-from warploom.decode.hopper.latent_config import HALF, HEAD_DIM, HEAD_DIM_V, PIECE, PIECES, ROWS, THREADS, TILE
+from warploom.decode.hopper.latent_config import FEW_ROWS, HALF, HEAD_DIM, HEAD_DIM_V, PIECE, PIECES, ROWS, THREADS, TILE
 from warploom.decode.hopper.latent_consumers import LatentConsumers
 from warploom.decode.hopper.latent_merge import COLUMN_THREADS, GROUPS, LatentMerge
 from warploom.decode.hopper.latent_producer import LatentProducer, Loads
@@ -69,16 +69,14 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         config = self.config
         q = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[1, 2, 0]))
         k = cute.make_tensor(k.iterator, cute.select(k.layout, mode=[1, 3, 2, 0]))
-        layout_q = tile_layout(self.dtype, (ROWS, HEAD_DIM), 1, PIECE)
+        layout_q = tile_layout(self.dtype, (self.rows, HEAD_DIM), 1, PIECE)
         layout_k = tile_layout(self.dtype, (TILE, HEAD_DIM), SLOTS, PIECE)
         loads = tile_layout(self.dtype, (config.box, PIECE), SLOTS * PIECES * config.boxes, PIECE)
-        tma_q, q = tma_load(q, layout_q, (ROWS, HEAD_DIM))
+        tma_q, q = tma_load(q, layout_q, (self.rows, HEAD_DIM))
         tma_k, k = tma_load(k, loads, (config.box, PIECE), config.pair)
-        scores = product(self.dtype, (ROWS, TILE, 16), IN_SHARED, BY_K, BY_K)
-        own = product(self.dtype, (ROWS, HALF, 16), IN_REGISTERS, BY_K, BY_MN)
-        other = product(self.dtype, (ROWS, HALF, 16), IN_SHARED, BY_K, BY_MN)
+        scores, own, other = self.products()
         batch, rows = out.shape[0], out.shape[1]
-        row_blocks = cute.ceil_div(rows, ROWS)
+        row_blocks = cute.ceil_div(rows, self.rows)
         items = batch * row_blocks << blocks_log
         numbers = (left, right, capacity, page_shift, least, most_log, blocks_log, parts_log, levels)
         self.kernel(
@@ -93,8 +91,15 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
             for groups in (1, GROUPS):
                 if (parts_log > RADIX_LOG) == (groups > 1):
                     self.merge_kernel(*tensors, *numbers, groups).launch(
-                        grid=[batch * rows, 1, 1], block=[groups * COLUMN_THREADS, 1, 1], stream=stream, use_pdl=True
-                    )
+                        grid=[batch * rows * self.shares(groups), 1, 1],
+                        block=[groups * COLUMN_THREADS // self.shares(groups), 1, 1], stream=stream, use_pdl=True,
+                    )  # fmt: skip
+
+    def products(self) -> tuple[Any, Any, Any]:
+        """Of scores, and of values with a P of the warpgroup's own and of the other one's."""
+        scores = product(self.dtype, (ROWS, TILE, 16), IN_SHARED, BY_K, BY_K)
+        own = product(self.dtype, (ROWS, HALF, 16), IN_REGISTERS, BY_K, BY_MN)
+        return scores, own, product(self.dtype, (ROWS, HALF, 16), IN_SHARED, BY_K, BY_MN)
 
     @cute.kernel
     def kernel(
@@ -136,7 +141,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
             references: cute.struct.Align[cute.struct.MemRange[Float32, SLOTS * ROWS], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, 4 * ROWS], 16]
             totals: cute.struct.Align[cute.struct.MemRange[Float32, 4 * LEVELS * ROWS], 16]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, ROWS * HEAD_DIM], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
@@ -145,15 +150,23 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         # The same memory as (column, key, slot) of the values, and the last piece of each tile as (row, key, slot) of P.
         values = cute.make_layout(((64, HEAD_DIM_V // 64), (8, 8), SLOTS), stride=((1, 64 * TILE), (64, 512), SLOT))
         weights = cute.make_layout(((8, 8), (64, 1), SLOTS), stride=((64, 512), (1, 0), SLOT))
+        queries = placed(storage.q, layout_q)
+        p = cute.make_tensor(keys.iterator + (PIECES - 1) * PIECE * TILE, weights)
+        if const_expr(self.config.few):  # behind the rows of Q
+            weights = cute.make_layout(((8, FEW_ROWS // 8), (64, 1), SLOTS), stride=((64, 512), (1, 0), FEW_ROWS * TILE))
+            p = cute.make_tensor(queries.iterator + FEW_ROWS * HEAD_DIM, weights)
+        spare = storage.q.data_ptr() + FEW_ROWS * HEAD_DIM
         shared = Shared(
             q_full=barriers.take(),
             q_empty=barriers.take(),
             full=barriers.take(SLOTS * PIECES),
             empty=barriers.take(SLOTS * 2),
-            q=placed(storage.q, layout_q),
+            q=queries,
             k=keys,
             v=cute.make_tensor(keys.iterator, values),
-            p=cute.make_tensor(keys.iterator + (PIECES - 1) * PIECE * TILE, weights),
+            p=p,
+            weights=spare,
+            exchange=cute.recast_ptr(spare + SLOTS * FEW_ROWS * TILE, dtype=Float32),
             loads=placed(storage.k, loads),
             start=storage.k.data_ptr(),
             references=storage.references.get_tensor(cute.make_layout(SLOTS * ROWS)),
@@ -222,6 +235,6 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         heads, queries, rows = lse.shape[1], lse.shape[2], out.shape[1]
         return Call(
             lengths=lengths, table=table, left=left, right=right, capacity=capacity, page_shift=page_shift, pages=pages,
-            queries=queries, heads=heads, rows=rows, row_blocks=cute.ceil_div(rows, ROWS), least=least, most_log=most_log,
+            queries=queries, heads=heads, rows=rows, row_blocks=cute.ceil_div(rows, self.rows), least=least, most_log=most_log,
             blocks_log=blocks_log, parts_log=parts_log,
         )  # fmt: skip

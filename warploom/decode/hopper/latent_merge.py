@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from warploom.decode.hopper.latent_base import RADIX_LOG
-from warploom.decode.hopper.latent_config import HEAD_DIM_V, ROWS, STATS
+from warploom.decode.hopper.latent_config import HEAD_DIM_V, STATS
 from warploom.decode.hopper.latent_results import LatentResults, inverse_of, joined, joined_sum
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.instructions import pack16
@@ -17,6 +17,7 @@ from warploom.kernels.cute.softmax import log_sum_exp
 
 COLUMNS = 4  # of a thread
 COLUMN_THREADS = HEAD_DIM_V // COLUMNS
+FEW_SHARES = 4  # blocks that put together a row where rows are few and parts many
 GROUPS = 1 << RADIX_LOG  # of threads, where the parts of a row are more than one group adds up
 GROUP_LOG = 2 * RADIX_LOG  # a group has up to 2^this parts: of up to 16 parts 4, or else 16
 AHEAD = 2 << RADIX_LOG  # parts that are loaded before the first is used
@@ -25,13 +26,20 @@ PART = COLUMNS + 3  # floats: columns, the reference and each warpgroup's sum
 
 
 class LatentMerge(LatentResults):
-    """A block puts together a row."""
+    """A block puts together a row, or some columns of it."""
+
+    def shares(self, groups: int) -> int:
+        """Blocks of a row."""
+        return FEW_SHARES if self.config.few and groups > 1 else 1
 
     @cute.jit
     def merge(self, call, outputs, groups):
         """``groups``: of threads, of which each has a subtree of a row's parts."""
-        index, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
-        group, column = thread // COLUMN_THREADS, thread % COLUMN_THREADS * COLUMNS
+        shares = self.shares(groups)
+        threads = COLUMN_THREADS // shares
+        index, thread = cute.arch.block_idx()[0] // shares, cute.arch.thread_idx()[0]
+        group = thread // threads
+        column = (cute.arch.block_idx()[0] % shares * threads + thread % threads) * COLUMNS
         batch = index // call.rows
         row = index - batch * call.rows
         cut = self.cut(call, batch)
@@ -39,16 +47,16 @@ class LatentMerge(LatentResults):
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         count = Int32(1) << cut.log - cut.part_log
-        row_block = row // ROWS
+        row_block = row // self.rows
         first = batch * call.row_blocks + row_block << call.parts_log
         each_log = choose(count > GROUPS << RADIX_LOG, GROUP_LOG, RADIX_LOG)
         begin = group << each_log
-        place = Int64(first + begin) * ROWS + (row - row_block * ROWS)
+        place = Int64(first + begin) * self.rows + (row - row_block * self.rows)
         own = self.subtree(outputs, place, cutlass.min(count - begin, Int32(1) << each_log), column)
         if const_expr(groups == 1):
             self.store_columns(call, outputs, own, batch, row, column)
         else:
-            parts = self.exchange(own, group, column, groups)
+            parts = self.exchange(own, group, column, groups, thread % threads == 0)
             if group == 0:
                 for g in cutlass.range_constexpr(1, groups):
                     if Int32(g) << each_log < count:
@@ -56,8 +64,8 @@ class LatentMerge(LatentResults):
                 self.store_columns(call, outputs, parts[0], batch, row, column)
 
     @cute.jit
-    def exchange(self, own, group, column, groups):
-        """Of some columns the parts of all groups."""
+    def exchange(self, own, group, column, groups, first):
+        """Of some columns the parts of all groups; ``first``: a thread of each."""
 
         @cute.struct
         class Storage:
@@ -67,7 +75,7 @@ class LatentMerge(LatentResults):
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
         stats = storage.stats.get_tensor(cute.make_layout((3, groups)))
         self.copy_columns(own, storage.columns.data_ptr() + (group * HEAD_DIM_V + column))
-        if column == 0:
+        if first:
             for i in cutlass.range_constexpr(3):
                 stats[i, group] = own[COLUMNS + i]
         cute.arch.sync_threads()
@@ -94,7 +102,7 @@ class LatentMerge(LatentResults):
                 for i in cutlass.range_constexpr(AHEAD):
                     parts[i].fill(0.0)
                     if chunk + i < count:
-                        self.load_part(outputs, parts[i], place + Int64(chunk + i) * ROWS, column)
+                        self.load_part(outputs, parts[i], place + Int64(chunk + i) * self.rows, column)
                 for i in cutlass.range_constexpr(0, AHEAD, four):
                     for j in cutlass.range_constexpr(1, four):
                         if chunk + i + j < count:

@@ -6,14 +6,17 @@ from functools import cache
 
 import torch
 
-from warploom.decode.hopper.latent_config import ROWS, THREADS, TILE, TOTAL_FLOATS, LatentConfig
+from warploom.decode.hopper.latent_config import FEW_ROWS, ROWS, THREADS, TILE, TOTAL_FLOATS, LatentConfig
 from warploom.decode.hopper.plan import DTYPES
 
 # Tiles of a split, at least. Many sequences would rather have few splits, one sequence many. On an H200, of 128 heads, 8, 12
 # and 16 take 160, 141 and 141 us for 64 sequences of 4096 keys, 214, 214 and 194 of 6144, 617, 538 and 526 for 128 of 8192;
 # 30, 42 and 42 for one of 8192, 35, 35 and 53 of 6144. FlashInfer takes 141 for 64 of 4096 and 30 for one of 8192.
 LEAST = 8
-# Queries × heads from which on it runs unasked: with 64 and 128 it was faster than Triton throughout, with 16 it was not.
+# With few rows, where a split's end costs no global memory. Of 16 heads on an H200, 2, 4 and 8 take 18.6, 19.0 and 22.1 us for
+# one sequence of 8192 keys, 162, 156 and 155 for 64, and 205, 181 and 176 for 64 of 4096 to 12160, where Triton takes 186.
+FEW_LEAST = 4
+# Queries × heads from which on it runs unasked, and up to FEW_ROWS: there it was faster than Triton throughout, between not.
 LEAST_ROWS = 64
 MOST_LOG = 6  # a sequence has up to 2^6 splits
 LEAST_BOX = 8  # keys of a page, at least
@@ -21,16 +24,16 @@ BOXES = (64, 16, 8)
 
 
 @cache
-def config(dtype: torch.dtype, page_size: int | None, one: bool, pair: bool = False) -> LatentConfig:
+def config(dtype: torch.dtype, page_size: int | None, one: bool, pair: bool = False, few: bool = False) -> LatentConfig:
     """The variant of a call; ``page_size`` None: the keys are contiguous, ``one``: a sequence has one page, of any size.
 
-    ``pair``: blocks of rows come in pairs.
+    ``pair``: blocks of rows come in pairs; ``few``: a sequence has few rows.
     """
     most = TILE // 2 if pair else TILE
     if page_size is None:
-        return LatentConfig(DTYPES[dtype], most, False, pair)
+        return LatentConfig(DTYPES[dtype], most, False, pair, few)
     box = most if one else min(next(box for box in BOXES if box <= page_size), most)
-    return LatentConfig(DTYPES[dtype], box, True, pair)
+    return LatentConfig(DTYPES[dtype], box, True, pair, few)
 
 
 def row_blocks(queries: int, heads: int) -> int:
@@ -41,6 +44,16 @@ def row_blocks(queries: int, heads: int) -> int:
 def pairs(queries: int, heads: int) -> bool:
     """Whether blocks of rows come in pairs, and a tile of keys is read once for two."""
     return True if row_blocks(queries, heads) % 2 == 0 else False  # noqa: SIM210 - a tracer's symbols make no constant
+
+
+def few(queries: int, heads: int) -> bool:
+    """Whether a sequence's rows are the columns of products, of which wgmma takes as few as there are."""
+    return True if queries * heads <= FEW_ROWS else False  # noqa: SIM210 - as above
+
+
+def unasked(queries: int, heads: int) -> bool:
+    """Whether it runs where nobody asks for it."""
+    return few(queries, heads) or queries * heads >= LEAST_ROWS
 
 
 def blocks_log(units: int, tiles: int, processors: int) -> int:
@@ -80,4 +93,5 @@ def kept_floats(tiles: int, log: int, blocks: int) -> int:
 def named_set() -> list[LatentConfig]:
     """The variants that `warploom build` prepares: all there are."""
     sizes = (None, *BOXES)
-    return [config(dtype, size, False, pair) for dtype in DTYPES for size in sizes for pair in (False, True)]
+    kinds = ((False, False), (True, False), (False, True))
+    return [config(dtype, size, False, *kind) for dtype in DTYPES for size in sizes for kind in kinds]

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64, const_expr
 
 from warploom.decode.hopper.latent_base import OTHER, OWN, LatentBase
-from warploom.decode.hopper.latent_config import HEAD_DIM, PIECE, PIECE_BYTES, PIECES, ROWS, TILE
+from warploom.decode.hopper.latent_config import HEAD_DIM, PIECE, PIECE_BYTES, PIECES, TILE
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.rings import expect
@@ -41,8 +41,8 @@ class LatentProducer(LatentBase):
             if (self.has_part(cut, place) > 0) & (cut.tiles > 0):
                 cute.arch.mbarrier_wait(shared.q_empty, q_phase)
                 q_phase ^= 1
-                expect(shared.q_full, ROWS * HEAD_DIM * 2)
-                rows = cute.local_tile(loads.q[None, None, place.batch], (ROWS, HEAD_DIM), (None, 0))
+                expect(shared.q_full, self.rows * HEAD_DIM * 2)
+                rows = cute.local_tile(loads.q[None, None, place.batch], (self.rows, HEAD_DIM), (None, 0))
                 load_tile(tma_views(loads.tma_q, shared.q, rows), place.row_block, 0, shared.q_full)
                 first = self.first_split(cut, place)
                 begin, _ = self.split(cut, first)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warploom.decode.hopper import latent_plan as plan
-from warploom.decode.hopper.latent_config import HEAD_DIM_V, ROWS, STATS, TILE, LatentConfig
+from warploom.decode.hopper.latent_config import HEAD_DIM_V, STATS, TILE, LatentConfig
 from warploom.decode.hopper.run import FAR, function_of, processors
 from warploom.decode.problem import DecodeArgs
 from warploom.runtime.alignment import aligned
@@ -80,18 +80,22 @@ def _plan_of(args: DecodeArgs) -> _Launch:
     table = args.block_table
     size, one = (None, False) if table is None else (args.k.shape[1], table.shape[1] == 1)
     batch, queries, heads, _ = args.q.shape
-    variant = plan.config(args.q.dtype, size, one, plan.pairs(queries, heads))
+    few = plan.few(queries, heads)
+    variant = plan.config(args.q.dtype, size, one, plan.pairs(queries, heads), few)
+    least = plan.FEW_LEAST if few else plan.LEAST
     shift = 31 if size is None or one else size.bit_length() - 1
-    units, tiles = batch * plan.row_blocks(queries, heads), -(-args.capacity // TILE)
+    # Where a split has fewer tiles at least, so many more of them are counted.
+    units, tiles = batch * plan.row_blocks(queries, heads), -(-args.capacity // TILE) * plan.LEAST // least
     blocks = processors(args.q.device.index) // variant.cluster * variant.cluster
     log = plan.blocks_log(units, tiles, blocks)
     parts_log = plan.parts_log(tiles, log)
-    parts = (units << parts_log) * ROWS if log else 0
+    parts = (units << parts_log) * variant.rows if log else 0
     left = FAR if args.left is None else max(min(args.left, FAR - 1), -FAR)
     band = (left, max(args.right, -FAR))
-    cuts = (plan.LEAST, plan.MOST_LOG, log, parts_log, plan.levels(tiles, log))
+    cuts = (least, plan.MOST_LOG, log, parts_log, plan.levels(tiles, log))
     numbers = (args.scale, *band, args.capacity, shift, *cuts, blocks)
-    sizes = (max(parts * HEAD_DIM_V, 4), max(STATS * parts, 4), max(plan.kept_floats(tiles, log, min(blocks, units << log)), 4))
+    kept = 0 if few else plan.kept_floats(tiles, log, min(blocks, units << log))
+    sizes = (max(parts * HEAD_DIM_V, 4), max(STATS * parts, 4), max(kept, 4))
     return _Launch(variant, numbers, sizes)
 
 
