@@ -6,6 +6,7 @@ A process that has imported them and done nothing else forks for each program. P
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import os
 import runpy
@@ -21,11 +22,11 @@ ROOT = Path(__file__).parents[1]
 
 
 class Forks:
-    """Runs programs as ``python`` would, but for the imports."""
+    """Runs programs as ``python`` would, but for the imports: of warploom, and of ``modules``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.forks"]
+        command = [sys.executable, "-m", "tests.forks", *modules]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -75,7 +76,8 @@ def program(arguments: list[str], folder: str, streams: list[str]) -> int:
 
 
 def main() -> None:
-    import warploom.cli  # noqa: F401
+    for module in ("warploom.cli", *sys.argv[1:]):
+        importlib.import_module(module)
 
     answers = os.dup(1)
     # Lines as they come: what Python reads ahead would be a child's too.

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.interpreter_operators import Functions
+
 
 @cache
 def apply() -> None:
@@ -20,7 +22,7 @@ def apply() -> None:
     _replace_once(language, interpreter)
     _describe_when_asked(language)
     _remember_dtypes(language, interpreter)
-    _spare_checks(language, interpreter)
+    _spare_steps(language, interpreter)
     # Not told to debug, the interpreter computes overflow checks and throws them away.
     options = interpreter.interpreter_builder.options
     if not options.debug:
@@ -83,10 +85,23 @@ def _replace_once(language: Any, interpreter: Any) -> None:
         for name, builtin in builtins(package):
             if getattr(package, name) is builtin:  # else replaced already
                 interpreter._patch_attr(package, name, builtin, builder, *scope)
+                setattr(package, name, interpreted(package, name, builtin))
+
+    functions, semantic = Functions(language, interpreter), interpreter.interpreter_semantic
+    language.block_type.with_element_ty = lambda self, element_ty: functions.typed(element_ty, self.sizes)
+
+    @cache
+    def interpreted(package: Any, name: str, builtin: Any) -> Any:
+        compute = getattr(builtin, "__wrapped__", builtin)  # the check that somebody hands it a semantic is left out
+
+        def slow(*args: Any, _semantic: Any = None, **named: Any) -> Any:
+            return compute(*args, **named, _semantic=semantic)
+
+        return functions.replacing(package, name, slow)
 
     interpreter._patch_builtin = patch_builtin
 
-    patch_language, replaced = interpreter._patch_lang, set()
+    patch_language, replaced, ready = interpreter._patch_lang, set(), set()
 
     class Launch(interpreter._LangPatchScope):  # type: ignore[misc]
         """What a launch replaced, whose end makes the next one replace it again."""
@@ -94,6 +109,7 @@ def _replace_once(language: Any, interpreter: Any) -> None:
         def restore(self) -> None:
             super().restore()
             replaced.clear()
+            ready.clear()
 
     @cache
     def packages(function: Any) -> frozenset[str]:
@@ -101,6 +117,9 @@ def _replace_once(language: Any, interpreter: Any) -> None:
         return frozenset(value.__name__ for value in seen if value in (language, language.core))
 
     def patch(function: Any) -> Any:
+        if function in ready:  # a device function, whose scope nobody looks at
+            return None
+        ready.add(function)
         scope = Launch()
         if not replaced.issuperset(packages(function)) or not replaced:
             scope._changes = patch_language(function)._changes
@@ -123,35 +142,26 @@ def _remember_dtypes(language: Any, interpreter: Any) -> None:
     interpreter._get_np_dtype = of
 
 
-def _spare_checks(language: Any, interpreter: Any) -> None:
-    """Two tensors of one type and one shape are what an operation takes: half of all operands are."""
-    semantic = type(interpreter.interpreter_semantic)
-    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    tensor, stays = language.tensor, {}
+def _spare_steps(language: Any, interpreter: Any) -> None:
+    """Objects that are made for each operation, and calls of device functions, without what comes out the same each time."""
+    core, semantic = language.core, type(interpreter.interpreter_semantic)
+    to_tensor = semantic.to_tensor
 
-    def stay(self: Any, dtype: Any, div_or_mod: bool) -> bool:
-        """Whether two tensors of this type are computed with in it."""
-        key = dtype.name, div_or_mod
-        if key not in stays:
-            stays[key] = not dtype.is_ptr() and self.computation_type_impl(dtype, False, dtype, False, div_or_mod) == dtype
-        return stays[key]
+    def make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > 1:  # else no type is narrower
+            self.__post_init__()
 
-    def checked(
-        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True, div_or_mod: bool = False,
-    ) -> Any:  # fmt: skip
-        alike = type(lhs) is tensor and type(rhs) is tensor and lhs.dtype.name == rhs.dtype.name
-        if alike and stay(self, lhs.dtype, div_or_mod):
-            return self.broadcast_impl_value(lhs, rhs)
-        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+    def as_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is core.tensor else to_tensor(self, x, check_type)
 
-    def spread(self: Any, lhs: Any, rhs: Any) -> Any:
-        a, b = lhs.type, rhs.type
-        if a.is_block() and b.is_block() and a.extents is b.extents:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        interpreter._patch_lang(self.fn)
+        return (self.rewritten_fn.get(self.fn) or self.rewrite())(*args, **named)
 
-    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = checked, spread
+    interpreter.TensorHandle.__init__ = make_handle
+    semantic.to_tensor = as_tensor
+    interpreter.InterpretedFunction.__call__ = call
 
 
 def _describe_when_asked(language: Any) -> None:
@@ -178,18 +188,24 @@ def _describe_when_asked(language: Any) -> None:
 
     def make_block(self: Any, element_ty: Any, shape: Any) -> None:
         self.element_ty = element_ty
-        self.extents = extents(tuple(each.value if isinstance(each, core.constexpr) else each for each in shape))
+        self.sizes = tuple([each.value if isinstance(each, core.constexpr) else each for each in shape])
+        self.extents = extents(self.sizes)
         self.shape, self.numel = self.extents[:2]
         if not self.shape:
             raise TypeError("0d block_type is forbidden")
 
     core.block_type.__init__ = make_block
+    core.block_type.to_ir = lambda self, builder: self  # as the interpreter's builder makes it
     core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
 
     scalar = core.tuple([]), core.constexpr(1)
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = type.extents[2:] if type.is_block() else scalar
+
+    def described(self: Any) -> Any:
+        return self.type.extents[2:] if self.type.is_block() else scalar
 
     core.tensor.__init__ = make_tensor
+    core.tensor.shape = property(lambda self: described(self)[0])
+    core.tensor.numel = property(lambda self: described(self)[1])

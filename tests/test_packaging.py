@@ -186,6 +186,31 @@ def test_make_test_ended_in_a_traceback_when_interrupted(
     assert capsys.readouterr().out.splitlines() == ["== lint: ruff check .", "check: interrupted in lint"]
 
 
+def test_types_are_checked_beside_the_tests_and_said_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    class Check:
+        def __init__(self, command: list[str], env: dict[str, str], stdout: Any = None, stderr: Any = None) -> None:
+            self.name = command[2]
+            seen.append(f"begin {self.name}")
+            if stdout is not None:
+                stdout.write(b"Found 1 error\n")
+
+        def wait(self) -> int:
+            seen.append(f"end {self.name}")
+            return int(self.name == "mypy")
+
+    check = tool("check")
+    monkeypatch.setattr(check.subprocess, "Popen", Check)
+    assert check.main(["types", "tests", "docs"]) == 1
+    assert seen == ["begin mypy", "begin pytest", "end pytest", "begin mkdocs", "end mkdocs", "end mypy"]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said[:4]] == ["== tests", "== docs", "== types", "Found 1 error"]
+    assert [line.split()[0] for line in said[-3:]] == ["types", "tests", "docs"]
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_alone_installed_an_environment() -> None:
     shown = subprocess.run(["make", "-n"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -229,6 +254,7 @@ def test_environment_settles_torch_first(
 ) -> None:
     installs: list[tuple[str, ...]] = []
     made: list[str] = []
+    compiled: list[str] = []
 
     def make(folder: str, python: str, lent: str) -> None:
         os.makedirs(folder)
@@ -243,12 +269,14 @@ def test_environment_settles_torch_first(
     monkeypatch.setattr(environment, "has_gpu", lambda: gpu)
     monkeypatch.setattr(environment, "make", make)
     monkeypatch.setattr(environment, "pip", pip)
+    monkeypatch.setattr(environment, "compile_modules", compiled.append)
     monkeypatch.setattr(sys, "argv", ["environment.py", str(tmp_path / "venv"), "dev"])
     environment.main()
 
     assert made == [lent]
     assert installs[:-1] == ([(wanted,)] if wanted else [])
     assert installs[-1][-2:] == ("-e", ".[dev]")
+    assert [Path(python).parents[1].name for python in compiled] == ["venv"]
 
 
 def test_environment_refuses_an_old_python_in_words(environment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,21 @@ def has_gpu():
 
 
 def pip(python, *arguments):
-    command = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
+    command = [python, "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check", *arguments]
     if subprocess.run(command, cwd=ROOT).returncode:
         stop("pip could not install " + " ".join(arguments) + "; its own message is above")
+
+
+def compile_modules(python):
+    """Write bytecode on all processors, where pip uses one; not of tests and of models, most of which nobody imports.
+
+    Those write theirs when they are imported. Some packages hold files that no Python takes: a failure is none here.
+    """
+    code = (
+        "import compileall, re, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0, "
+        r"rx=re.compile(r'[/\\](tests?|testing|models)[/\\]'))"
+    )
+    subprocess.run([python, "-c", code])
 
 
 def make(folder, python, lent):
@@ -105,6 +117,7 @@ def main():
         with open(constraint, "w") as file:
             file.write("\n".join(pins) + "\n")
         pip(python, "-c", constraint, "-e", ".[" + ",".join(extras) + "]")
+    compile_modules(python)
     for stamp in stamps:
         with open(stamp, "wb") as file:
             file.write(wanted)

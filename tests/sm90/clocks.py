@@ -40,32 +40,41 @@ class Memory:
         self.read = np.zeros((readers, granules), np.int32)
 
     def check_read(self, at: np.ndarray, clock: Clock, who: str) -> None:
-        writer = self.writer[at]
+        there = run(at)
+        writer = self.writer[there]
         if (writer < 0).any():
             raise RaceError(f"{who} reads what nobody wrote, {where(at[writer < 0])}")
-        early = self.written[at] > clock.times[writer]
+        early = self.written[there] > clock.times[writer]
         if early.any():
             raise RaceError(f"{who} reads {where(at[early])} and does not come after its writer")
 
     def note_read(self, at: np.ndarray, reader: int, time: int) -> None:
-        self.read[reader, at] = time
+        self.read[reader, run(at)] = time
 
     def check_write(self, at: np.ndarray, clock: Clock, who: str) -> None:
-        writer = self.writer[at]
-        early = (writer >= 0) & (self.written[at] > clock.times[writer])
+        there = run(at)
+        writer = self.writer[there]
+        early = (writer >= 0) & (self.written[there] > clock.times[writer])
         if early.any():
             raise RaceError(
                 f"{who} writes {where(at[early])} and does not come after its writer, {set(writer[early].tolist())}"
             )
         readers = self.read.shape[0]
-        late = self.read[:, at] > clock.times[:readers, None]
+        late = self.read[:, there] > clock.times[:readers, None]
         if late.any():
             rows = np.nonzero(late.any(1))[0].tolist()
             raise RaceError(f"{who} writes {where(at[late.any(0)])} which {rows} may still read")
 
     def note_write(self, at: np.ndarray, writer: int, time: int, generic: bool) -> None:
-        self.writer[at], self.written[at], self.generic[at] = writer, time, generic
-        self.read[:, at] = 0
+        there = run(at)
+        self.writer[there], self.written[there], self.generic[there] = writer, time, generic
+        self.read[:, there] = 0
+
+
+def run(at: np.ndarray) -> np.ndarray | slice:
+    """Granules in ascending order as numpy reaches them soonest."""
+    first, last = at[0], at[-1]
+    return slice(first, last + 1) if last - first + 1 == len(at) else at
 
 
 def where(at: np.ndarray) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from tests.sm90.lanes import LANES, UNKNOWN, Unknown, Value, apply, function, lane
@@ -13,6 +14,12 @@ from tests.sm90.state import EVERY, SHARED_START, Block, Launch, Mbarrier, Proto
 WINDOW = 24  # bits of an address in a block's window of its cluster's shared memory
 
 Run = Callable[[Warp, int], Any]
+
+
+@cache
+def split_address(operand: str) -> tuple[str, int]:
+    register, _, offset = operand.strip("[] ").partition("+")
+    return register, int(offset or 0)
 
 
 class Core:
@@ -37,6 +44,10 @@ class Core:
             return found
         if operand[0] == "%" or "@" in operand:
             return self._special(warp, operand)
+        warp.registers[operand] = found = self._constant(operand)
+        return found
+
+    def _constant(self, operand: str) -> int:
         if operand.startswith("0f"):
             return int(operand[2:], 16)
         if operand[0].isdigit() or operand[0] == "-":
@@ -68,17 +79,15 @@ class Core:
         if mask != EVERY and name in warp.registers:
             old = warp.registers[name]
             value = [lane(value if mask >> i & 1 else old, i) for i in range(LANES)]
-        elif type(value) is int or isinstance(value, bool):
-            pass
         warp.registers[name] = value
 
     def address(self, warp: Warp, operand: str) -> Value:
         """Of ``[register+offset]``."""
-        register, _, offset = operand.strip("[] ").partition("+")
+        register, offset = split_address(operand)
         base = self.value(warp, register)
         if not offset:
             return base
-        return apply(lambda x: x + int(offset), [base])
+        return base + offset if type(base) is int else apply(lambda x: x + offset, [base])
 
     def one(self, value: Value, mask: int) -> int:
         """Of the lanes that are here, which must agree."""
@@ -141,7 +150,12 @@ class Core:
             assert isinstance(target, str), x
 
             def calculate(warp: Warp, mask: int) -> bool:
-                self.set(warp, target, apply(compute, [self.value(warp, s) for s in sources]), mask)
+                registers = warp.registers
+                values = [registers[s] if s in registers else self.value(warp, s) for s in sources]
+                if mask == EVERY:
+                    registers[target] = apply(compute, values)
+                else:
+                    self.set(warp, target, apply(compute, values), mask)
                 return True
 
             return calculate
@@ -250,7 +264,7 @@ class Core:
                 found = [lane(value, i - lane(by, i) if i - lane(by, i) >= clamp else i) for i in range(LANES)]
             else:
                 raise AssertionError(x.op)
-            found = found[0] if all(v == found[0] for v in found) else found
+            found = found[0] if found.count(found[0]) == LANES else found
             self.set(warp, target, found, mask)
             return True
 

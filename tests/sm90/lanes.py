@@ -6,6 +6,7 @@ Registers hold unsigned ints; what an instruction's type says about signs, it sa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 LANES = 32
@@ -47,40 +48,43 @@ def _exclusive_or(a: int, b: int, c: int, table: int) -> int:
     return a ^ b ^ c
 
 
+# Of unsigned words, and the same of signed ones: cut to their bits afterwards.
+MODULAR: dict[str, Callable[[int], Callable[..., int]]] = {
+    "add": lambda mask: lambda a, b: a + b & mask,
+    "sub": lambda mask: lambda a, b: a - b & mask,
+    "and": lambda mask: lambda a, b: a & b & mask,
+    "or": lambda mask: lambda a, b: (a | b) & mask,
+    "xor": lambda mask: lambda a, b: (a ^ b) & mask,
+    "not": lambda mask: lambda a: ~a & mask,
+    "neg": lambda mask: lambda a: -a & mask,
+}
 ARITHMETIC: dict[str, Callable[..., int]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
     "min": min,
     "max": max,
     "div": _divide,
     "rem": lambda a, b: a - _divide(a, b) * b,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "not": lambda a: ~a,
-    "neg": lambda a: -a,
     "abs": abs,
     "popc": lambda a: a.bit_count(),
     "bfind": lambda a: a.bit_length() - 1,
 }
-COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "eq": lambda a, b: not (a - b),  # which fails with what is unknown, as the others do
-    "ne": lambda a, b: bool(a - b),
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
+# By its bits and, of signed words, the highest of them, which turned over sorts them as unsigned ones.
+COMPARE: dict[str, Callable[[int, int], Callable[[int, int], bool]]] = {
+    "eq": lambda mask, top: lambda a, b: not (a - b & mask),  # which fails with what is unknown, as the others do
+    "ne": lambda mask, top: lambda a, b: bool(a - b & mask),
+    "lt": lambda mask, top: lambda a, b: (a & mask) ^ top < (b & mask) ^ top,
+    "le": lambda mask, top: lambda a, b: (a & mask) ^ top <= (b & mask) ^ top,
+    "gt": lambda mask, top: lambda a, b: (a & mask) ^ top > (b & mask) ^ top,
+    "ge": lambda mask, top: lambda a, b: (a & mask) ^ top >= (b & mask) ^ top,
 }
 
 
+@cache
 def function(parts: tuple[str, ...]) -> Callable[..., Value] | None:
     """What an instruction computes of one lane's values; None: it is not one of these."""
     head, kind = parts[0], parts[-1]
     if head == "setp":
-        compare = COMPARE[parts[1]]
         bits = int(kind[1:])
-        view = signed if kind[0] == "s" else unsigned
-        return lambda a, b: compare(view(a, bits), view(b, bits))
+        return COMPARE[parts[1]]((1 << bits) - 1, 1 << bits - 1 if kind[0] == "s" else 0)
     if head == "selp":
         return lambda a, b, p: a if p else b
     if kind == "pred":
@@ -121,8 +125,10 @@ def function(parts: tuple[str, ...]) -> Callable[..., Value] | None:
         return lambda a, b: a << min(b, bits) & mask
     if head == "shr":
         return lambda a, b: take(a, bits) >> min(b, bits) & mask
-    if head in ARITHMETIC:
-        compute = ARITHMETIC[head]
+    if head in MODULAR and "relu" not in parts:
+        return MODULAR[head](mask)
+    if head in ARITHMETIC or head in MODULAR:
+        compute = ARITHMETIC.get(head) or MODULAR[head](-1)
         if "relu" in parts:
             return lambda *xs: max(compute(*(take(x, bits) for x in xs)), 0) & mask
         return lambda *xs: compute(*(take(x, bits) for x in xs)) & mask
@@ -131,11 +137,17 @@ def function(parts: tuple[str, ...]) -> Callable[..., Value] | None:
 
 def apply(compute: Callable[..., Value], values: list[Value]) -> Value:
     """Lane by lane where lanes differ."""
-    if any(type(v) is list for v in values):
-        lanes = zip(*(v if type(v) is list else [v] * LANES for v in values), strict=True)
-        found = [compute(*xs) if UNKNOWN not in xs else _partly(compute, xs) for xs in lanes]
-        return found[0] if all(x == found[0] for x in found) else found
-    return compute(*values) if UNKNOWN not in values else _partly(compute, values)
+    for v in values:
+        if type(v) is list:
+            break
+    else:
+        return compute(*values) if UNKNOWN not in values else _partly(compute, values)
+    columns = [v if type(v) is list else [v] * LANES for v in values]
+    if any(UNKNOWN in column for column in columns):
+        found = [compute(*xs) if UNKNOWN not in xs else _partly(compute, xs) for xs in zip(*columns, strict=True)]
+    else:
+        found = list(map(compute, *columns))
+    return found[0] if found.count(found[0]) == LANES else found
 
 
 def _partly(compute: Callable[..., Value], values: Any) -> Value:

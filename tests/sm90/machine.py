@@ -47,6 +47,8 @@ class Machine(Barriers, Copies, Products, Words):
         self.warps = [w for block in self.blocks for w in block.warps]
         self.products: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # what each warp multiplied
         self.steps = [self._step(x) for x in self.code]
+        self.effects = [x.effect for x in self.code]
+        self.looks = [x.op.startswith(("ld.acquire", "bra")) for x in self.code]
 
     # Running
 
@@ -86,22 +88,23 @@ class Machine(Barriers, Copies, Products, Words):
     def _go(self, warp: Warp) -> None:
         """Until it waits, ends, or others get their chance."""
         budget = self.draw.choice((1, 4, 20, 100))
-        while warp.at:
-            pc = min(warp.at)
-            mask = warp.at.pop(pc)
+        at = warp.at
+        while at:
+            pc = min(at) if len(at) > 1 else next(iter(at))
+            mask = at.pop(pc)
             following = self.steps[pc](warp, mask)
             if following is None:  # not yet
-                warp.at[pc] = mask
+                at[pc] = mask
                 return
             for to, lanes in following if type(following) is list else ((pc + 1, mask),):
                 if lanes:
-                    warp.at[to] = warp.at.get(to, 0) | lanes
-            if self.code[pc].effect:
+                    at[to] = at.get(to, 0) | lanes
+            if self.effects[pc]:
                 budget -= 1
                 self.executed.add(self.code[pc].line)
-                if not self.code[pc].op.startswith(("ld.acquire", "bra")):
+                if not self.looks[pc]:
                     self.idle = 0
-                if budget <= 0 and warp.at:
+                if budget <= 0 and at:
                     return
 
     def _check_end(self) -> None:

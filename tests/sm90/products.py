@@ -55,12 +55,19 @@ class Products(Shared):
     def _product(self, x: Instruction) -> Run:
         """Products are moved or used; one of what may not have been there must not be used."""
 
+        steps: list[tuple[str, set[str]]] = []
+        for target, *sources in x.operands:
+            if not target and steps and not steps[-1][0]:
+                steps[-1][1].update(sources)  # of those that use products, one after the other, it does not matter which does
+            else:
+                steps.append((target, set(sources)))
+
         def follow(warp: Warp, mask: int) -> bool:
-            for target, *sources in x.operands:
+            for target, sources in steps if warp.factors else ():
                 if target:
                     self._forget(warp, {target})
                     for factor in warp.factors:
-                        if sources[0] in factor.results:
+                        if not factor.results.isdisjoint(sources):
                             factor.results.add(target)
                 else:
                     for factor in warp.factors:

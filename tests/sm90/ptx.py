@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 # Types of what is computed with but never decides anything: their results are unknown.
 OPAQUE = {"f32", "f64", "f16", "bf16", "f16x2", "bf16x2"}
@@ -34,11 +35,11 @@ class Instruction:
     def __post_init__(self) -> None:
         self.parts = tuple(self.op.split("."))
 
-    @property
+    @cached_property
     def effect(self) -> bool:
         return self.op.startswith(EFFECTS)
 
-    @property
+    @cached_property
     def writes(self) -> tuple[str, ...]:
         """Registers that it writes."""
         head = self.parts[0]
@@ -51,14 +52,14 @@ class Instruction:
         first = self.operands[0]
         return first if isinstance(first, tuple) else tuple(first.split("|"))
 
-    @property
+    @cached_property
     def all_reads(self) -> tuple[str, ...]:
         """Registers whose values it takes; of wgmma those of its left factor."""
         if self.parts[0] == "wgmma":
             return tuple(n for x in self.operands[1:] if isinstance(x, tuple) for n in _registers(x))
         return tuple(n for x in (self.operands[1:] if self.writes else self.operands) for n in _registers(x))
 
-    @property
+    @cached_property
     def reads(self) -> tuple[str, ...]:
         """Registers that decide what it does; not those of data that is only carried."""
         rest = self.operands[1:] if self.writes else self.operands
@@ -81,23 +82,29 @@ class Kernel:
     code: list[Instruction]
     labels: dict[str, int]
     threads: int
+    slices: dict[tuple[str, ...], tuple[list[Instruction], dict[str, int]]] = field(init=False, default_factory=dict)
 
     def sliced(self, others: tuple[str, ...] = ()) -> tuple[list[Instruction], dict[str, int]]:
         """Without what neither does anything nor decides about what does; with what begins as one of ``others``."""
-        needed: set[str] = set()
-        keep = [False] * len(self.code)
-        changed = True
-        while changed:
-            changed = False
-            for i, instruction in enumerate(self.code):
-                if keep[i]:
-                    continue
-                opaque = not OPAQUE.isdisjoint(instruction.parts) and not instruction.effect
-                effect = instruction.effect or (bool(others) and instruction.op.startswith(others))
-                if effect or (not opaque and not needed.isdisjoint(instruction.writes)):
-                    keep[i] = changed = True
-                    needed.update(instruction.reads)
-        return self._joined(keep)
+        if others not in self.slices:
+            self.slices[others] = self._joined(self._kept(others))
+        return self.slices[others]
+
+    def _kept(self, others: tuple[str, ...]) -> list[bool]:
+        keep = [x.effect or (bool(others) and x.op.startswith(others)) for x in self.code]
+        writers: dict[str, list[int]] = {}
+        for i, x in enumerate(self.code):
+            if not keep[i] and OPAQUE.isdisjoint(x.parts):
+                for name in x.writes:
+                    writers.setdefault(name, []).append(i)
+        waiting = [i for i, kept in enumerate(keep) if kept]
+        while waiting:
+            for name in self.code[waiting.pop()].reads:
+                for i in writers.pop(name, ()):
+                    if not keep[i]:
+                        keep[i] = True
+                        waiting.append(i)
+        return keep
 
     def _joined(self, keep: list[bool]) -> tuple[list[Instruction], dict[str, int]]:
         """What is kept, and between it what becomes of products: one ``product`` for all instructions in a row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 
@@ -14,6 +14,13 @@ from tests.sm90.ptx import Instruction
 from tests.sm90.state import EVERY, Block, ProtocolError, Warp
 
 
+@lru_cache(maxsize=4096)  # a stage's addresses come again
+def granules(places: tuple[int, ...], size: int) -> np.ndarray:
+    """Of so many bytes from each place on."""
+    each = np.unique(np.array(places, np.int64))
+    return np.unique((each[:, None] + np.arange(0, size, GRANULE)).ravel() // GRANULE)
+
+
 class Shared(Core):
     """Loads, stores and who comes too early."""
 
@@ -21,8 +28,7 @@ class Shared(Core):
         places = [lane(address, i) for i in range(LANES) if mask >> i & 1] if type(address) is list else [address]
         if any(isinstance(p, Unknown) for p in places):
             raise ProtocolError("an address in shared memory is not known")
-        each = np.unique(np.array(places, np.int64))
-        return np.unique((each[:, None] + np.arange(0, size, GRANULE)).ravel() // GRANULE)
+        return granules(tuple(places), size)
 
     def _read(self, warp: Warp, at: np.ndarray, what: str) -> None:
         warp.block.memory.check_read(at, warp.clock, f"{warp.name} ({what})")
@@ -46,20 +52,19 @@ class Shared(Core):
                 return True
             address = self.address(warp, where)
             self._read(warp, self._granules(address, size * len(targets), mask), f"line {x.line}")
+            words = warp.block.words
             for n, target in enumerate(targets):
+                offset = n * size
                 if type(address) is list:
-                    value: Value = [self._word(warp, a, n * size) if mask >> i & 1 else UNKNOWN for i, a in enumerate(address)]
+                    value: Value = [words.get(a + offset, UNKNOWN) if mask >> i & 1 else UNKNOWN for i, a in enumerate(address)]
                 else:
-                    value = self._word(warp, address, n * size)
+                    value = words.get(address + offset, UNKNOWN)
                 self.set(warp, target, value, mask)
             return True
 
         return load
 
     _ld_volatile = _ld_shared  # kernels read nothing else so
-
-    def _word(self, warp: Warp, address: Any, offset: int) -> Any:
-        return warp.block.words.get(address + offset, UNKNOWN)
 
     def _st_shared(self, x: Instruction) -> Run:
         sources = x.operands[1] if isinstance(x.operands[1], tuple) else (x.operands[1],)
@@ -68,11 +73,12 @@ class Shared(Core):
         def store(warp: Warp, mask: int) -> bool:
             address = self.address(warp, str(x.operands[0]))
             self._write(warp, self._granules(address, size * len(sources), mask), f"line {x.line}")
+            here = [i for i in range(LANES) if mask >> i & 1]
+            places = [address[i] for i in here] if type(address) is list else [address] * len(here)
             for n, source in enumerate(sources):
                 value = self.value(warp, source)
-                for i in range(LANES):
-                    if mask >> i & 1:
-                        warp.block.words[lane(address, i) + n * size] = lane(value, i)
+                values = [value[i] for i in here] if type(value) is list else [value] * len(here)
+                warp.block.words.update(zip([p + n * size for p in places], values, strict=True))
             return True
 
         return store
@@ -115,7 +121,9 @@ class Shared(Core):
         memory = warp.block.memory
         memory.check_read(at, warp.clock, who)
         at = at[memory.generic[at]]
-        for writer in np.unique(memory.writer[at]).tolist():
+        if not at.size:
+            return
+        for writer in sorted(set(memory.writer[at].tolist())):
             fences = self.warps[writer].fences
             fence = fences[bisect_right(fences, warp.clock.times[writer]) - 1]
             unseen = at[(memory.writer[at] == writer) & (memory.written[at] >= fence)]
@@ -127,11 +135,13 @@ class Shared(Core):
         first, last = int(at[0]), int(at[-1])
         covers = len(at) == last - first + 1 > LANES  # by a copy: what it overwrites after it was read is done with
         for warp in block.warps:
-            known = clock.times[warp.component]
+            known, done = int(clock.times[warp.component]), False
             for factor in warp.factors:
-                if factor.time > known and factor.overlaps(at, first, last):
+                if factor.time <= known:
+                    done = done or (covers and not factor.early and first <= factor.first and factor.last <= last)
+                elif factor.overlaps(at, first, last):
                     factor.early = factor.early or f"{who} overwrites {where(factor.at)}, which it is reading"
                     if factor.used:
                         factor.use(warp.name)
-            if covers:
+            if done:
                 warp.factors = [f for f in warp.factors if f.early or f.time > known or f.first < first or f.last > last]
