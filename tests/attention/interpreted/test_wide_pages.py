@@ -13,6 +13,7 @@ from tests.decode.test_fp8 import drawn
 from warploom import PagedKVCache
 from warploom.attention.caches import cache_args
 from warploom.attention.hopper import wide_pages
+from warploom.attention.hopper.plan import as_wide
 from warploom.attention.packing import _of_pages
 from warploom.attention.problem import AttentionArgs, AttentionProblem
 from warploom.kernels.e4m3 import E4M3
@@ -94,7 +95,7 @@ def test_no_sequences_and_no_keys() -> None:
 def test_the_module_is_that_of_pages_of_16_bits() -> None:
     args = call("token", 64, (128, 128), torch.float16, causal=True)
     problem = AttentionProblem.from_args(args, False)
-    assert wide_pages.as_wide(problem) == AttentionProblem.from_args(wide_pages.widen(args), False)
+    assert as_wide(problem) == AttentionProblem.from_args(wide_pages.widen(args), False)
 
 
 def test_as_much_as_is_written_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

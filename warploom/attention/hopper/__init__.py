@@ -14,11 +14,12 @@ from warploom.attention.bounds import with_bounds
 from warploom.attention.features import Features
 from warploom.attention.hopper.documents import MOST_KEYS, as_packed, settled
 from warploom.attention.hopper.fp8_plan import fp8_config, problem_refusal
-from warploom.attention.hopper.offsets import as_masked, with_columns
 from warploom.attention.hopper.plan import (
     LONG,
     MANY,
     WITH_BIAS,
+    as_masked,
+    as_wide,
     backward_config,
     backward_config_for,
     bias_backward_refusal,
@@ -39,8 +40,6 @@ from warploom.attention.hopper.plan import (
     workspace,
 )
 from warploom.attention.hopper.stats import HopperStats
-from warploom.attention.hopper.wide_pages import as_wide, widen
-from warploom.attention.hopper.wide_pages import refusal as wide_refusal
 from warploom.attention.problem import AttentionArgs, AttentionProblem, halves_refusal
 from warploom.attention.stats import Beside
 from warploom.runtime import dispatch, modules, traced
@@ -123,6 +122,15 @@ def _reaches_too_far(args: AttentionArgs) -> bool:
     """Whether keys lie past what the kernel's TMA views reach, in a page too, or a sequence's pages past 32 bits."""
     table = args.block_table
     return args.k.shape[-3] > MOST_KEYS or (table is not None and table.shape[1] * args.k.shape[1] >= 1 << 31)
+
+
+def _wide(args: AttentionArgs) -> AttentionArgs:
+    """The call over pages of 16 bits, where it is one over FP8 pages."""
+    if args.k_scale is None:
+        return args
+    from warploom.attention.hopper.wide_pages import widen
+
+    return widen(args)
 
 
 def _next(args: AttentionArgs, backward: bool) -> Backend:
@@ -210,7 +218,11 @@ class Hopper(Beside):
                 f"batch_invariant: k has {args.k.shape[0]} packed tokens, and {NAME}, which runs this call's sequences, takes "
                 f"{MOST_KEYS} at a time; make two calls, or name backend='triton' for all"
             )
-        return settled(with_columns(args))
+        if args.q_offset is not None:
+            from warploom.attention.hopper.offsets import with_columns
+
+            args = with_columns(args)
+        return settled(args)
 
     def tiles(self, args: AttentionArgs) -> tuple[tuple[int, int], int]:
         """Those that are computed."""
@@ -268,7 +280,7 @@ class Hopper(Beside):
         """
         from warploom.attention.hopper import run, run_backward
 
-        run.warm(args if args.k_scale is None else widen(args))
+        run.warm(_wide(args))
         asked = args.bias_grad or any(t is not None and t.requires_grad for t in (args.q, args.k, args.v, args.sink))
         if asked and _takes_backward(args, False):
             run_backward.warm(args)
@@ -278,8 +290,12 @@ class Hopper(Beside):
             return f"takes a positive scale, not {args.scale}"
         if _reaches_too_far(args):
             return f"takes at most {MOST_KEYS} keys"
-        if args.k_scale is not None and (refused := wide_refusal(args)) is not None:
-            return refused
+        if args.k_scale is not None:
+            from warploom.attention.hopper import wide_pages
+
+            refused = wide_pages.refusal(args)
+            if refused is not None:
+                return refused
         from warploom.attention.hopper.run import parts_counters
 
         if parts_counters(args):
@@ -292,7 +308,7 @@ class Hopper(Beside):
             return _next(args, False).forward(args)
         from warploom.attention.hopper.run import forward as run
 
-        return run(args if args.k_scale is None else widen(args))
+        return run(_wide(args))
 
     def max_logits_refusal(self, args: AttentionArgs) -> str | None:
         """Why ``forward_with_max_logits`` is not for a call that ``forward`` takes; words follow the name."""

@@ -6,18 +6,11 @@ sees, which a call under a band leaves outside of what it reads. A call without 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.problem import AttentionArgs
 
 NEVER = 1 << 30  # a row past every sequence's last one
-
-
-def as_masked(problem: AttentionProblem) -> AttentionProblem:
-    """The problem that a problem is run as, or itself."""
-    return replace(problem, columns=("lts",)) if problem.q_offset and not problem.columns else problem
 
 
 def with_columns(args: AttentionArgs) -> AttentionArgs:

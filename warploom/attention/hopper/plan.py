@@ -12,7 +12,6 @@ import torch
 from warploom.attention.features import Features
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.config import BackwardConfig, ForwardConfig
-from warploom.attention.hopper.offsets import as_masked
 from warploom.attention.problem import BOXES
 
 if TYPE_CHECKING:
@@ -266,6 +265,16 @@ def walked(variant: ForwardConfig) -> int:
 
 
 LEAST_BOX = 16  # keys: more copies a tile take longer than its products
+
+
+def as_masked(problem: AttentionProblem) -> AttentionProblem:
+    """The problem under a column mask that a problem with query offsets is run as (`offsets`), or itself."""
+    return replace(problem, columns=("lts",)) if problem.q_offset and not problem.columns else problem
+
+
+def as_wide(problem: AttentionProblem) -> AttentionProblem:
+    """The problem over pages of 16 bits that a problem over FP8 pages is run as (`wide_pages`), or itself."""
+    return replace(problem, fp8_pages=False, page_box=LEAST_BOX) if problem.fp8_pages else problem
 
 
 def pages_refusal(problem: AttentionProblem) -> str | None:

@@ -6,27 +6,22 @@ are rounded to q's dtype once they are scaled, as FP8 tensors are that no kernel
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from warploom.attention.problem import AttentionArgs, AttentionProblem
+from warploom.attention.hopper.plan import LEAST_BOX
+from warploom.attention.problem import AttentionArgs
 from warploom.runtime.device import on_device
 
 if TYPE_CHECKING:
     from warploom.runtime.triton_launch import Launch
 
-PAGE = 16  # keys of a page that is written: modules for such pages are among the named ones
+PAGE = LEAST_BOX  # keys of a page that is written: modules for such pages are among the named ones
 MOST = 2**31  # bytes that may be written
 _ROWS = 32  # keys of a program
-
-
-def as_wide(problem: AttentionProblem) -> AttentionProblem:
-    """The problem over pages of 16 bits that a problem over FP8 pages is run as, or itself."""
-    return replace(problem, fp8_pages=False, page_box=PAGE) if problem.fp8_pages else problem
 
 
 def refusal(args: AttentionArgs) -> str | None:
