@@ -73,6 +73,18 @@ def test_lengths_are_held_to_the_longest_that_the_call_names() -> None:
     assert wide.k.shape[0] == 9 and torch.equal(held(wide, 0)[0], held(args, 0)[0][:48])
 
 
+@pytest.mark.parametrize(("entry", "stands_for"), [(-1, 0), (-(2**31), 0), (10**6, -1), (2**31 - 1, -1)])
+def test_entries_outside_of_the_pool_are_held_to_it(entry: int, stands_for: int) -> None:
+    """As those that other kernels read: a wrong one reads a page of the pool, and no other memory."""
+    args = call("token", 16, (16, 16), torch.float16)
+    assert args.block_table is not None
+    wrong, held_to = (args._replace(block_table=args.block_table.clone()) for _ in range(2))
+    wrong.block_table[0, 1], held_to.block_table[0, 1] = entry, stands_for % len(args.k)  # type: ignore[index]
+    found, want = (held(wide_pages.widen(each), 0) for each in (wrong, held_to))
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+
+
 def test_a_strided_pool() -> None:
     args = call("token", 16, (16, 16), torch.float16)
     other = args._replace(

@@ -50,7 +50,7 @@ def widen(args: AttentionArgs) -> AttentionArgs:
             launch(
                 (batch * heads * -(-keys // _ROWS), 1),
                 *(k, v, args.k_scale, args.v_scale, table, lengths.contiguous(), *made, used, own),
-                *(*strides, k.shape[1], keys, heads),
+                *(*strides, k.shape[1], keys, heads, k.shape[0]),
             )
     return args._replace(k=made[0], v=made[1], seqused_k=used, block_table=own, k_scale=None, v_scale=None)
 
