@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from warploom.bench import report
+from warploom.bench.patience import PATIENCE
 from warploom.cli import main
 from warploom.commands import bench
 
@@ -85,6 +86,7 @@ def test_against_some_peers(peer: str, capsys: pytest.CaptureFixture) -> None:
     rows = json.loads(capsys.readouterr().out)["rows"]
     there = {"warploom", "warploom, dense causal", peer} - {"nobody"}
     assert [set(row["contenders"]) for row in rows] == [there, there]  # forward and backward
+    assert PATIENCE.peers is None, "the next run of this process would ask these alone"
 
 
 def test_budget_stops_cleanly(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

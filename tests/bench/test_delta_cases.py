@@ -9,7 +9,7 @@ import torch
 
 from tests.bench import fake_fla
 from warploom.bench import decay, delta
-from warploom.bench.harness import Call, Case, Timer, against, compare, run_case
+from warploom.bench.harness import Call, Case, Timer, compare, run_case
 from warploom.bench.patience import PATIENCE
 from warploom.bench.recurrence import last_key_head
 
@@ -67,7 +67,7 @@ def test_a_peer_that_nobody_asked_is_not_called(monkeypatch: pytest.MonkeyPatch)
     for module, name in (("gated_delta_rule", "chunk_gated_delta_rule"), ("simple_gla", "chunk_simple_gla")):
         monkeypatch.setattr(fake_fla.sys.modules[f"fla.ops.{module}"], name, called)
     monkeypatch.setattr(PATIENCE, "peers", ["copy"])
-    found = rows([against(case, ["copy"]) for case in (*delta.delta_cases(quick=True), *decay.decay_cases(quick=True))])
+    found = rows([*delta.delta_cases(quick=True), *decay.decay_cases(quick=True)])
     assert len(found) == 7
     for row in found.values():
         assert timed(row) == set(row["contenders"]) and not any("fla" in name for name in timed(row)), row

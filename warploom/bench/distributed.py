@@ -20,6 +20,7 @@ from warploom.bench import peers
 from warploom.bench.calls import Shape, forward, gradients
 from warploom.bench.harness import FEWEST, HEAD_START, SECONDS, Call, WrongResult, first_line, order_of
 from warploom.bench.masks import document_lengths
+from warploom.bench.patience import asked
 from warploom.bench.ranks import Parts, contenders, of_fewer
 from warploom.bench.reference import FURTHEST
 from warploom.distributed import groups
@@ -105,9 +106,7 @@ def rows_of(case: Case, device: torch.device, against: list[str] | None, most: i
     if case.one_step:
         yield from _one_step(case, device)
         return
-    make = {
-        name: each for name, each in contenders().items() if against is None or name.startswith("warploom") or name in against
-    }
+    make = {name: each for name, each in contenders().items() if asked(name, against)}
     kind = MASKS[case.mask]
     found: dict[str, dict[str, Any]] = {}
     errors: dict[str, tuple[float, float]] = {}

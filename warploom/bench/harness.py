@@ -70,16 +70,13 @@ class Case:
     seconds: float | None = None  # about what it takes on a GPU, where somebody reckoned
 
 
-def against(case: Case, peers: list[str]) -> Case:
-    """The case with our own contenders and, of the others, only these peers."""
-
-    def build(device: torch.device) -> Iterator[tuple[str, Comparison]]:
-        for measure, found in case.build(device):
-            calls = {name: call for name, call in found.calls.items() if name.startswith("warploom") or name in peers}
-            refused = {name: why for name, why in found.refused.items() if name.startswith("warploom") or name in peers}
-            yield measure, replace(found, calls=calls, refused=refused)
-
-    return replace(case, build=build)
+def asked_of(case: Case, device: torch.device) -> Iterator[tuple[str, Comparison]]:
+    """What the case compares, of the contenders that the run asks."""
+    PATIENCE.begin()
+    for measure, found in case.build(device):
+        calls = {name: call for name, call in found.calls.items() if PATIENCE.asks(name)}
+        refused = {name: why for name, why in found.refused.items() if PATIENCE.asks(name)}
+        yield measure, replace(found, calls=calls, refused=refused)
 
 
 class Timer:
@@ -207,9 +204,8 @@ def host(
 
 def run_case(case: Case, timer: Timer) -> Iterator[dict[str, Any]]:
     """One row for each of the case's comparisons; a comparison that fails gives a row that says so."""
-    PATIENCE.begin()
     try:
-        for measure, comparison in case.build(timer.device):
+        for measure, comparison in asked_of(case, timer.device):
             yield {"suite": case.suite, "case": case.name, "measure": measure, **case.shape, **compare(comparison, timer)}
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         yield {"suite": case.suite, "case": case.name, **case.shape, "failed": first_line(error)}

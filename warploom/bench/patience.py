@@ -24,6 +24,11 @@ class NotAsked(Exception):
     """A peer that --peers leaves out."""
 
 
+def asked(name: str, peers: Collection[str] | None) -> bool:
+    """Whether a contender is ours or one of these peers; None: all are."""
+    return name.startswith(OURS) or peers is None or name in peers
+
+
 class Patience:
     """Which peers a run asks, and how long their first calls may take in a case.
 
@@ -37,13 +42,23 @@ class Patience:
         self.seconds: float | None = None
         self._given_up: set[str] = set()
 
+    @contextmanager
+    def during(self, peers: Collection[str] | None, seconds: float | None) -> Iterator[None]:
+        """A run that asks these peers, and lets their first calls take so long."""
+        before = self.peers, self.seconds
+        self.peers, self.seconds = peers, seconds
+        try:
+            yield
+        finally:
+            self.peers, self.seconds = before
+
     def begin(self) -> None:
         """A new case: peers that took too long in the last one are asked again."""
         self._given_up.clear()
 
     def asks(self, name: str) -> bool:
         """Whether a contender is ours or a peer that the run asks."""
-        return name.startswith(OURS) or self.peers is None or name in self.peers
+        return asked(name, self.peers)
 
     def first(self, name: str, call: Callable[[], Any]) -> Any:
         """What a contender's first call returns.

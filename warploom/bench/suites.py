@@ -17,7 +17,7 @@ from warploom.bench.decay import decay_cases
 from warploom.bench.decode import decode_cases
 from warploom.bench.delta import delta_cases
 from warploom.bench.fp8 import fp8_cases
-from warploom.bench.harness import Call, Case, Comparison, first_line
+from warploom.bench.harness import Call, Case, Comparison, asked_of, first_line
 from warploom.bench.linear import linear_cases
 from warploom.bench.mask_cases import mask_cases
 from warploom.bench.patience import PATIENCE
@@ -165,8 +165,7 @@ def builds(case: Case, device: torch.device) -> Callable[[], None]:
     """Run everything of a case once, untimed: what it compiles is then in the caches on disk."""
 
     def once() -> None:
-        PATIENCE.begin()
-        for _, comparison in case.build(device):
+        for _, comparison in asked_of(case, device):
             for name, call in comparison.calls.items():
                 try:
                     PATIENCE.first(name, call)

@@ -18,7 +18,7 @@ import torch
 
 from warploom.bench import mask_bars
 from warploom.bench.choice import SUITES, Choice
-from warploom.bench.harness import Case, Timer, against, environment, first_line, roofs, run_case
+from warploom.bench.harness import Case, Timer, environment, first_line, roofs, run_case
 from warploom.bench.patience import PATIENCE
 from warploom.bench.report import judged
 from warploom.bench.suites import builds, cases
@@ -45,7 +45,6 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("torch sees no CUDA device here; --device cpu --quick shows that the harness runs")
     if "distributed" in options.suite:
         return _on_ranks(options)
-    PATIENCE.peers, PATIENCE.seconds = options.against, options.peer_seconds
     device = torch.device(options.device)
     chosen = _cases(options, device)
     chosen = _named(chosen, options.only)
@@ -59,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
         writable_file("--out", options.out)
     if options.warm is not None:
         return _warm(chosen, options)
-    return _time(chosen, device, options)
+    with PATIENCE.during(options.against, options.peer_seconds):
+        return _time(chosen, device, options)
 
 
 def _named(cases: list[Any], texts: list[str] | None) -> list[Any]:
@@ -114,8 +114,7 @@ def _on_ranks(options: argparse.Namespace) -> int:
 
 def _cases(options: argparse.Namespace, device: torch.device) -> list[Case]:
     choice = Choice(options.masks, options.shapes, options.passes, options.against)
-    found = cases(options.suite, device, options.quick, choice)
-    return found if options.against is None else [against(case, options.against) for case in found]
+    return cases(options.suite, device, options.quick, choice)
 
 
 def _names(chosen: list[Case]) -> str:
@@ -263,11 +262,11 @@ def _warm(chosen: list[Case], options: argparse.Namespace) -> int:
 
 def _build_one(options: argparse.Namespace, name: str) -> str:
     """Why the case failed, or an empty string."""
-    PATIENCE.peers, PATIENCE.seconds = options.against, options.peer_seconds
     device = torch.device(options.device)
     case = next(case for case in _cases(options, device) if case.name == name)
     try:
-        builds(case, device)()
+        with PATIENCE.during(options.against, options.peer_seconds):
+            builds(case, device)()
     except Exception as error:  # a peer may fail in any way
         return first_line(error)
     return ""
