@@ -220,11 +220,16 @@ class LatentConsumers(LatentResults):
         """This warp has read a part of a tile, which whoever asks for the next one is to know."""
         release_everywhere(barrier, self.config.cluster)
 
+    def factors(self, work: Any) -> tuple[Any, Any]:
+        """Of S = Q Kᵀ."""
+        return work.q, work.k
+
     @cute.jit
     def scores(self, work, shared, phase):
-        """Issue S = Q Kᵀ of the warpgroup's tile, piece by piece as they land: its own half first."""
+        """Issue the scores of the warpgroup's tile, piece by piece as they land: its own half first."""
         atom = cute.make_mma_atom(work.mma_scores.op)
         role = work.role
+        first, second = self.factors(work)
         warpgroup.fence()
         for n in cutlass.range_constexpr(PIECES):
             piece = (n + 4 * role) % 8 if const_expr(n < 8) else n
@@ -232,7 +237,7 @@ class LatentConsumers(LatentResults):
             for step in cutlass.range_constexpr(STEPS):
                 at = piece * STEPS + step
                 atom.set(warpgroup.Field.ACCUMULATE, n + step > 0)
-                cute.gemm(atom, work.acc_s, work.q[None, None, at], work.k[None, None, at], work.acc_s)
+                cute.gemm(atom, work.acc_s, first[None, None, at], second[None, None, at], work.acc_s)
         warpgroup.commit_group()
 
     @cute.jit

@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from warploom.decode.hopper.latent_base import EVEN, LEVELS, ODD, OTHER, OWN, RADIX_LOG
 from warploom.decode.hopper.latent_config import FEW_ROWS, HEAD_DIM_V, PIECE_BYTES, PIECES, STATS, THREADS, TILE
-from warploom.decode.hopper.latent_consumers import HEADROOM, STEPS, correction_of
+from warploom.decode.hopper.latent_consumers import HEADROOM, correction_of
 from warploom.decode.hopper.latent_kernel import HopperLatent
 from warploom.decode.hopper.latent_results import inverse_of, joined, joined_sum
 from warploom.kernels.cute.barriers import LatentBarrier, wait
@@ -149,26 +149,15 @@ class HopperLatentFew(HopperLatent):
     @cute.jit
     def add_tile(self, work, shared, tile, more, phase):
         """Add a tile's keys; ``more``: they are not the first ones of the warpgroup's in this split."""
-        self.score_keys(work, shared, phase)
+        self.scores(work, shared, phase)
+        warpgroup.wait_group(0)
         self.weigh(work, shared, tile)
         self.rescale_columns(work)
         self.add_values(work, shared, more)
 
-    @cute.jit
-    def score_keys(self, work, shared, phase):
-        """Sᵀ = K Qᵀ of the warpgroup's tile, piece by piece as they land: those first that are asked for first."""
-        atom = cute.make_mma_atom(work.mma_scores.op)
-        role = work.role
-        warpgroup.fence()
-        for n in cutlass.range_constexpr(PIECES):
-            piece = (n + 4 * role) % 8 if const_expr(n < 8) else n
-            cute.arch.mbarrier_wait(shared.full + (role * PIECES + piece), phase)
-            for step in cutlass.range_constexpr(STEPS):
-                at = piece * STEPS + step
-                atom.set(warpgroup.Field.ACCUMULATE, n + step > 0)
-                cute.gemm(atom, work.acc_s, work.k[None, None, at], work.q[None, None, at], work.acc_s)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
+    def factors(self, work: Any) -> tuple[Any, Any]:
+        """Of Sᵀ = K Qᵀ."""
+        return work.k, work.q
 
     @cute.jit
     def weigh(self, work, shared, tile):
