@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import random
 import re
-from collections import Counter
 from typing import Any
 
 import pytest
 
 from tests.compiled import Built, machine_code
-from tests.sm90.launch import Traced, launch
-from tests.sm90.machine import Machine
+from tests.decode.hopper import played_latent
+from tests.decode.hopper.played_latent import check_each_barrier, play, tiles_of
+from tests.sm90.launch import Traced
 from tests.sm90.mutants import check_faults
 from tests.sm90.state import Launch
-from warploom.decode.hopper.latent_config import HEAD_DIM, HEAD_DIM_V, PIECE, PIECES, ROWS, TILE, LatentConfig
+from warploom.decode.hopper.latent_config import HEAD_DIM, ROWS, TILE, LatentConfig
 from warploom.runtime import modules
 
 pytestmark = pytest.mark.skipif(modules.cannot_build() is not None, reason=f"needs the DSL: {modules.cannot_build()}")
 
 PAIR = "pages of 16, pairs"
 CORE = {PAIR: LatentConfig("bfloat16", 16, True, True)}
-FAR = 1 << 30
-NAMES = [
-    "q", "k", "out", "lse", "lengths", "table", "parts", "stats", "kept", "tma_q", "tma_k", "mma", "mma", "mma", "multiplier",
-    "left", "right", "capacity", "page_shift", "least", "most_log", "blocks_log", "parts_log", "levels",
-    "items",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +27,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(CORE, "sm_90a", tmp_path_factory)
 
 
-def problem(traced: Traced, lengths: list[int], blocks: int, blocks_log: int = 0, queries: int = 1, left: int = FAR) -> Launch:
-    """128 rows, which a pair of blocks shares; pages of 16 keys in turn, splits of three tiles at least."""
-    capacity, batch, page, rows = 1024, len(lengths), 16, 2 * ROWS
-    each = capacity // page
-    values: dict[str, Any] = {
-        "q": ((rows, HEAD_DIM, batch), ()), "k": ((page, HEAD_DIM, 1, each * batch), ()),
-        "out": ((batch, rows, HEAD_DIM_V), (rows * HEAD_DIM_V, HEAD_DIM_V)),
-        "lse": ((batch, rows // queries, queries), (rows, queries)),
-        "lengths": ((batch,), ()), "table": ((batch, each), (each,)),
-        **{name: ((1 << 24,), ()) for name in ("parts", "stats", "kept")},
-        "left": left, "right": 0, "capacity": capacity, "page_shift": 4, "least": 3, "most_log": 2, "blocks_log": blocks_log,
-        "parts_log": blocks_log and 2, "levels": 1, "items": batch * -(-rows // ROWS) << blocks_log,
-    }  # fmt: skip
-    words = {(NAMES.index("lengths") + 1 << 32) + 4 * i: length for i, length in enumerate(lengths)}
-    words |= {(NAMES.index("table") + 1 << 32) + 4 * i: i for i in range(each * batch)}
-    return launch(traced, values, NAMES, grid=blocks, words=words, cluster=2)
+def problem(traced: Traced, *shape: Any, **options: Any) -> Launch:
+    """128 rows, which a pair of blocks shares; splits of three tiles at least."""
+    numbers = {"rows": 2 * ROWS, "row_blocks": 2, "least": 3, "most_log": 2, "levels": 1, "cluster": 2}
+    return played_latent.problem(traced, *shape, **numbers, **options)
 
 
 def test_resources_and_machine_code(built: Built) -> None:
@@ -72,35 +53,17 @@ def test_resources_and_machine_code(built: Built) -> None:
     ],
 )
 def test_no_hang_and_no_race(options: dict[str, Any], built: Built) -> None:
-    traced, seed = built.traced(PAIR), random.randrange(2**32)
-    print(f"seed {seed}")
-    machine = Machine(traced.kernel, problem(traced, **options), seed, options["blocks"]).run()
-    for block in machine.blocks:
-        assert not {barrier.name: barrier.come for barrier in block.named.values() if barrier.come}
-    k = max(machine.launch.boxes)
-    found = [Counter(at for parameter, at in products if parameter == k) for products in machine.products.values()]
+    traced = built.traced(PAIR)
+    last = play(traced, problem(traced, **options), options["blocks"])
     if options["blocks"] == 2:
         # The last columns of every tile are scored by a warpgroup of each block, and then hold P, which its other one reads.
-        last = sum(at[0] == HEAD_DIM - PIECE for products in found for at in products.elements())
-        assert last == 2 * 2 * 4 * sum(-(-length // TILE) for length in options["lengths"])
+        assert last == 2 * 2 * 4 * tiles_of(options["lengths"])
 
 
 def test_each_barrier_is_needed(built: Built) -> None:
-    """A barrier that lets everybody pass is noticed: a sample of those of shared memory, and of those that have names."""
-    traced, seed = built.traced(PAIR), random.randrange(2**32)
-    print(f"seed {seed}")
-    launched = problem(traced, [317, 400], 2)
-    block = Machine(traced.kernel, launched, 0).run().blocks[0]
-    assert len(block.mbarriers) == 2 + 2 * (PIECES + 2)
-    missed = []
-    draw, named = random.Random(seed), [b.name for b in block.named.values()]
-    for barrier in [*draw.sample([*block.mbarriers], 3), *draw.sample(named, 3)]:
-        try:
-            Machine(traced.kernel, launched, 1, passing=barrier).run()
-        except AssertionError:
-            continue
-        missed.append(barrier)
-    assert not missed, missed
+    """A sample of those of shared memory, and of those that have names."""
+    traced = built.traced(PAIR)
+    check_each_barrier(traced, problem(traced, [317, 400], 2), lambda draw, named: draw.sample(named, 3))
 
 
 def test_faults_are_noticed(built: Built) -> None:
