@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.delta.triton_compiled import compiled, launches, resources
+from tests.compiled_triton import compiled, resources
+from tests.delta.triton_compiled import launches
 
 SHARED_LIMIT = 227 * 1024
 

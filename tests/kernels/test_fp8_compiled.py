@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.delta.triton_compiled import resources
-from tests.kernels.compiled_launch import Recorder, binary
+from tests.compiled_triton import Recorded, compiled, recorder, resources
 from warploom.kernels.fp8_quantize import BLOCK, quantize_op
 from warploom.kernels.triton import fp8_launch
 
@@ -19,29 +18,29 @@ REGISTERS, SHARED, RESERVED = 65536, 228 * 1024, 1024  # of a multiprocessor, an
 STACK = 64  # bytes a thread at the most: a few spilled registers of some 1,500 instructions
 
 
-def compiled(dim: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+def loop(dim: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The binary that a dense call launches."""
-    recorder = Recorder()
-    monkeypatch.setattr(fp8_launch, "Launch", recorder)
+    found: list[Recorded] = []
+    monkeypatch.setattr(fp8_launch, "Launch", recorder(found))
     monkeypatch.setattr(fp8_launch, "capability", lambda device: 90)
     fp8_launch._dense_launch.cache_clear()
     given = [torch.zeros(1, 256, 2, dim, dtype=torch.bfloat16) for _ in range(3)]
     nothing = [None] * 4
     fp8_launch.quantize(quantize_op.fake(*given, 0, "block", *nothing), *given, 0, "block", *nothing)
     fp8_launch._dense_launch.cache_clear()
-    (launched,) = recorder.found
-    return binary(*launched)
+    (launched,) = found
+    return compiled(launched)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_tiles_are_copied_ahead_and_written_as_they_lie(dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    built = compiled(dim, monkeypatch)
+    built = loop(dim, monkeypatch)
     slices = dim // 64
     matrices, copies = slices * 64 * 64 * 2, slices * BLOCK * 64 * 2  # bytes: of the rotation, and of a tile of q or k
-    loop = built.asm["ttgir"].split("scf.for")[1]
+    body = built.asm["ttgir"].split("scf.for")[1]
     # Products read what was copied: nothing is put into shared memory for them.
-    assert len(re.findall(r"warp_group_dot %.*mutable> \* ", loop)) == slices and "local_alloc %" not in loop
+    assert len(re.findall(r"warp_group_dot %.*mutable> \* ", body)) == slices and "local_alloc %" not in body
     found = resources(built)
     # Threads store what they have of q and k: no memory is there to change that, but for a reduction.
     assert (found.shared - matrices) % copies <= 1024

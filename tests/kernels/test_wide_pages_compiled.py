@@ -9,8 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.delta.triton_compiled import resources
-from tests.kernels.compiled_launch import Recorder, binary
+from tests.compiled_triton import Recorded, compiled, recorder, resources
 from warploom import PagedKVCache
 from warploom.attention.caches import cache_args
 from warploom.attention.hopper import wide_pages
@@ -22,16 +21,16 @@ from warploom.runtime import triton_launch
 @pytest.mark.parametrize("dim", [64, 72, 128, 256])
 def test_resources(dim: int, granularity: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    recorder = Recorder()
-    monkeypatch.setattr(triton_launch, "Launch", recorder)
+    found: list[Recorded] = []
+    monkeypatch.setattr(triton_launch, "Launch", recorder(found))
     cache = PagedKVCache.allocate(2, 96, 2, dim, dtype=E4M3, granularity=granularity)  # type: ignore[arg-type]
     q, starts = torch.zeros(2, 4, dim, dtype=torch.bfloat16), torch.tensor([0, 1, 2], dtype=torch.int32)
     wide_pages._launch.cache_clear()
     wide_pages.widen(cache_args(q, cache, None, starts))
     wide_pages._launch.cache_clear()
-    (launched,) = recorder.found
-    built = binary(*launched)
-    found = resources(built)
-    assert found.faults == [] and found.stack == 0
+    (launched,) = found
+    built = compiled(launched)
+    used = resources(built)
+    assert used.faults == [] and used.stack == 0
     if dim % 64 == 0:  # rows of whole 16 bytes of 8-bit numbers
         assert "ld.global.v4.b32" in built.asm["ptx"] and "st.global.v4.b32" in built.asm["ptx"]

@@ -12,9 +12,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
+from tests.compiled_triton import Recorded, compiled, recorder  # noqa: E402
 from tools.machine_code import faults, listing  # noqa: E402
 from warploom.linear.problem import LinearCall  # noqa: E402
 from warploom.linear.triton import call as call_module  # noqa: E402
@@ -23,30 +21,13 @@ from warploom.linear.triton.config import config  # noqa: E402
 
 SHARED_LIMIT = 227 * 1024
 MODULES = run, states, gradients
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
-
-
-def recorder(found: list[tuple[Any, dict[str, Any], tuple[Any, ...]]]) -> type:
-    """What stands for `Launch` and adds kernels, constants and arguments of launches that do not happen to ``found``."""
-
-    class Recorder:
-        def __init__(self, kernel: Any, constants: dict[str, Any], direct: bool) -> None:
-            self.kernel, self.constants = kernel, constants
-
-        def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
-            found.append((self.kernel, self.constants, arguments))
-
-        def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Any:
-            return lambda *first: self(grid, *first, *rest)
-
-    return Recorder
 
 
 def launches(
     dim: int, map_name: str, normalize: bool, heads: int, decay: torch.Tensor | None = None
-) -> list[tuple[Any, dict[str, Any], tuple[Any, ...]]]:
+) -> list[Recorded]:
     """The kernels, constants and arguments of a forward and a backward pass, of launches that do not happen."""
-    found: list[tuple[Any, dict[str, Any], tuple[Any, ...]]] = []
+    found: list[Recorded] = []
     cached = [f for module in MODULES for f in vars(module).values() if hasattr(f, "cache_clear")]
     for f in cached:
         f.cache_clear()
@@ -63,26 +44,6 @@ def launches(
         for f in cached:
             f.cache_clear()
     return found
-
-
-def compiled(kernel: Any, constants: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
-    signature: dict[str, str] = {}
-    constexprs: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    given = dict(zip((p.name for p in kernel.params if not p.is_constexpr), arguments, strict=True))
-    for i, p in enumerate(kernel.params):
-        value = constants[p.name] if p.is_constexpr else given[p.name]
-        if p.is_constexpr or value is None:
-            signature[p.name], constexprs[p.name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[p.name] = POINTERS[value.dtype]
-            if not p.do_not_specialize:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[p.name] = "fp32" if isinstance(value, float) else "i32"
-    options = {name: value for name, value in constants.items() if name not in signature}
-    source = ASTSource(kernel, signature, constexprs, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +65,11 @@ def test_kernels(
     monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), lookback=lookback))
     found = launches(dim, map_name, normalize, heads)
     assert {kernel.__name__ for kernel, _, _ in found} >= {"forward_kernel", "dq_kernel", "dkdv_kernel"}
-    for kernel, constants, arguments in found:
-        name = kernel.__name__
+    for launch in found:
+        name = launch.kernel.__name__
         if name == "scan_kernel":
             continue
-        binary = compiled(kernel, constants, arguments)
+        binary = compiled(launch)
         assert binary.metadata.shared <= SHARED_LIMIT, name
         assert "wgmma.mma_async" in binary.asm["ptx"], name
         assert not faults(binary.asm["ttgir"], binary.asm["ptx"], listing(binary.asm["cubin"])), name
@@ -129,7 +90,7 @@ def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> No
     assert found.pop("scan_kernel") and found.pop("sums_kernel") and found.pop("log_gradients_kernel")
     assert set(found) == {"forward_kernel", "state_kernel", "dq_kernel", "dkdv_kernel"}
     for name, launch in found.items():
-        binary = compiled(*launch)
+        binary = compiled(launch)
         assert binary.metadata.shared <= SHARED_LIMIT, name
         assert "wgmma.mma_async" in binary.asm["ptx"], name
         assert not faults(binary.asm["ttgir"], binary.asm["ptx"], listing(binary.asm["cubin"])), name
@@ -141,7 +102,7 @@ def test_states_that_fade_do_not_wait_for_each_product(dim: int, monkeypatch: py
     monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), lookback=False))
     found = launches(dim, "identity", False, 2, -torch.ones(2))
     launch = next(x for x in found if x[0].__name__ == "state_kernel" and not x[1]["BACKWARD"])
-    code = listing(compiled(*launch).asm["cubin"])
+    code = listing(compiled(launch).asm["cubin"])
     assert code.count("HGMMA") >= 8 and code.count("WARPGROUP.DEPBAR") == 2
 
 

@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from tests.linear.test_triton_compiled import compiled, recorder  # noqa: E402
+from tests.compiled_triton import Recorded, compiled, recorder  # noqa: E402
 from tools.machine_code import faults, listing  # noqa: E402
 from warploom.linear.hopper import cut, log_gradients  # noqa: E402
 from warploom.linear.hopper.plan import TERMS, config  # noqa: E402
@@ -21,7 +21,7 @@ from warploom.runtime.cubin import resources  # noqa: E402
 @pytest.mark.parametrize("a_head", [False, True])
 def test_kernel(a_head: bool, gradients: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found: list[tuple[Any, dict[str, Any], tuple[Any, ...]]] = []
+    found: list[Recorded] = []
     x = torch.zeros(1, 4096, 2, 64, dtype=torch.bfloat16)
     logs = torch.zeros(2) if a_head else torch.zeros(1, 2, 4096)
     cut._launch.cache_clear()
@@ -33,8 +33,8 @@ def test_kernel(a_head: bool, gradients: bool, monkeypatch: pytest.MonkeyPatch, 
                 cut.bind_states(x, x, 4, 64, logs.stride()[-2:][0], a_head)(x, x, logs)
     finally:
         cut._launch.cache_clear()
-    ((kernel, constants, arguments),) = found
-    binary = compiled(kernel, constants, arguments)
+    (launched,) = found
+    binary = compiled(launched)
     code = listing(binary.asm["cubin"])
     assert [each.stack for each in resources(binary.asm["cubin"])] == [0]
     assert code.count("HGMMA") == 64 // 16 and code.count("WARPGROUP.DEPBAR") == 1
@@ -44,7 +44,7 @@ def test_kernel(a_head: bool, gradients: bool, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("width", TERMS)
 def test_log_gradients(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found: list[tuple[Any, dict[str, Any], tuple[Any, ...]]] = []
+    found: list[Recorded] = []
     like = torch.zeros(2, 700, 3, width)
     terms = [log_gradients.Terms.of(config(width, fading=True, terms=True, reverse=reverse), like) for reverse in (False, True)]
     log_gradients._launch.cache_clear()
@@ -53,5 +53,5 @@ def test_log_gradients(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: An
             log_gradients.log_gradients(*terms, torch.zeros(2, 700, 3), 64, 1.0)
     finally:
         log_gradients._launch.cache_clear()
-    ((kernel, constants, arguments),) = found
-    assert [each.stack for each in resources(compiled(kernel, constants, arguments).asm["cubin"])] == [0]
+    (launched,) = found
+    assert [each.stack for each in resources(compiled(launched).asm["cubin"])] == [0]

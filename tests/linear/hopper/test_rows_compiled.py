@@ -10,27 +10,19 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from tests.linear.test_triton_compiled import compiled  # noqa: E402
+from tests.compiled_triton import Recorded, compiled, recorder  # noqa: E402
 from warploom.linear.hopper import rows  # noqa: E402
 from warploom.runtime.cubin import resources  # noqa: E402
 
 
-def launches(e: int, name: str) -> dict[str, tuple[Any, dict[str, Any], tuple[Any, ...]]]:
-    """The kernels, constants and arguments of all passes, of launches that do not happen."""
-    found = {}
-
-    class Recorder:
-        def __init__(self, kernel: Any, constants: dict[str, Any], direct: bool) -> None:
-            self.kernel, self.constants = kernel, constants
-
-        def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
-            found[f"{self.kernel.__name__} {len(found)}"] = self.kernel, self.constants, arguments
-
+def launches(e: int, name: str) -> list[Recorded]:
+    """Of all passes, that do not happen."""
+    found: list[Recorded] = []
     x = torch.zeros(1, 512, 2, e, dtype=torch.bfloat16)
     wide, weights = x.float(), torch.zeros(1, 2, 512)
     rows._launch.cache_clear()
     try:
-        with patch.object(rows, "Launch", Recorder):
+        with patch.object(rows, "Launch", recorder(found)):
             rows.mapped(x, name)
             _, sums = rows.mapped_and_sums(x, name)
             rows.denominators(x, x, sums, 1.0, 1e-6)
@@ -46,8 +38,8 @@ def test_kernels(e: int, name: str, count: int, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found = launches(e, name)
     assert len(found) == count
-    for label, (kernel, constants, arguments) in found.items():
-        binary = compiled(kernel, constants, arguments)
+    for launch in found:
+        binary, label = compiled(launch), launch.kernel.__name__
         assert [each.stack for each in resources(binary.asm["cubin"])] == [0], f"{label} spills"
         # Tiles of few rows leave products to single warps, which wait for them: of one by wgmma Triton 3.6 may overwrite the
         # tile that registers read too.
