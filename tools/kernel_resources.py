@@ -55,7 +55,7 @@ ARCHITECTURES = (80, 90)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _POINTERS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
-_POINTERS[torch.float8_e4m3fn] = "fp8e4nv"
+_POINTERS |= {torch.float8_e4m3fn: "fp8e4nv", torch.uint8: "u8"}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _SEQLEN = 256
 
@@ -79,6 +79,25 @@ class Recorded:
     kernel: Any
     constants: dict[str, Any]
     arguments: tuple[Any, ...]
+
+
+def recorder(found: list[Recorded]) -> type:
+    """What stands for `Launch` and adds to ``found`` what would be launched."""
+
+    class Recorder:
+        def __init__(self, kernel: Any, constants: dict[str, Any], direct: bool) -> None:
+            self.kernel, self.constants = kernel, constants
+
+        def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
+            found.append(Recorded(self.kernel, self.constants, arguments))
+
+        def raw(self) -> None:
+            return None
+
+        def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Callable[..., None]:
+            return lambda *first: self(grid, *first, *rest)
+
+    return Recorder
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionArgs:
@@ -323,16 +342,7 @@ def _decode(case: Case, dtype: torch.dtype) -> None:
 def _recording(architecture: int) -> Iterator[list[Recorded]]:
     """Calls on CPU tensors make the launches that they would make on a device of the architecture."""
     launches: list[Recorded] = []
-
-    class Recorder:
-        def __init__(self, kernel: Any, constants: dict[str, Any], direct: bool) -> None:
-            self.kernel, self.constants = kernel, constants
-
-        def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
-            launches.append(Recorded(self.kernel, self.constants, arguments))
-
-        def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Callable[..., None]:
-            return lambda *first: self(grid, *first, *rest)
+    recording = recorder(launches)
 
     def planned(shape: decode_plan.Shape) -> decode_plan.Plan:
         return decode_plan.plan.__wrapped__(shape._replace(device=0))
@@ -344,11 +354,11 @@ def _recording(architecture: int) -> Iterator[list[Recorded]]:
         cached.cache_clear()
     try:
         with (
-            patch.object(run, "Launch", Recorder),
-            patch.object(bias_sums, "Launch", Recorder),
-            patch.object(stats, "Launch", Recorder),
-            patch.object(decode_plan, "Launch", Recorder),
-            patch.object(decode_tree, "Launch", Recorder),
+            patch.object(run, "Launch", recording),
+            patch.object(bias_sums, "Launch", recording),
+            patch.object(stats, "Launch", recording),
+            patch.object(decode_plan, "Launch", recording),
+            patch.object(decode_tree, "Launch", recording),
             patch.object(decode_launch, "plan", planned),
             patch.object(call, "capability", lambda device: architecture),
             patch.object(stats, "capability", lambda device: architecture),

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.compiled_triton import compiled, resources
 from tests.delta.triton_compiled import launches
+from tools.kernel_resources import compile_launch
 
 SHARED_LIMIT = 227 * 1024
 
@@ -20,7 +20,7 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     found = {(recorded.kernel.__name__, recorded.constants.get("C")): recorded for recorded in launches(128, 128)}
     assert {name for name, _ in found} == {f"{name}_kernel" for name in ("prepare", "walk", "back", "dq", "dk", "step")}
     for (name, _), recorded in found.items():
-        used = resources(compiled(recorded))
+        used = compile_launch(recorded, 90)
         assert used.shared <= SHARED_LIMIT and used.stack == 0 and not used.faults, (name, used)
         assert (used.wgmma > 0) == (name != "step_kernel" and recorded.constants["num_warps"] >= 4), name
 
@@ -30,5 +30,5 @@ def test_steps(e: int, m: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -
     """Of other dims, and of states whose rows are no multiple of sixteen bytes apart."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     (step,) = [recorded for recorded in launches(e, m) if recorded.kernel.__name__ == "step_kernel"]
-    used = resources(compiled(step))
+    used = compile_launch(step, 90)
     assert step.constants["DENSE"] == (m % 4 == 0) and used.stack == 0 and not used.faults, used

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch
 
-from tests.compiled_triton import Recorded, recorder
+from tools.kernel_resources import Recorded, recorder
 from warploom.delta.problem import DeltaCall, StepArgs
 from warploom.delta.triton import run
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.compiled_triton import Recorded, compiled, recorder, resources
+from tools.kernel_resources import Recorded, compiled_launch, recorder, resources_of
 from warploom import PagedKVCache
 from warploom.attention.caches import cache_args
 from warploom.attention.hopper import wide_pages
@@ -28,9 +28,9 @@ def test_resources(dim: int, granularity: str, monkeypatch: pytest.MonkeyPatch, 
     wide_pages._launch.cache_clear()
     wide_pages.widen(cache_args(q, cache, None, starts))
     wide_pages._launch.cache_clear()
-    (launched,) = found
-    built = compiled(launched)
-    used = resources(built)
-    assert used.faults == [] and used.stack == 0
+    (launch,) = found
+    built = compiled_launch(launch, 90)
+    used = resources_of(launch, built, 90)
+    assert used.faults == 0 and used.stack == 0
     if dim % 64 == 0:  # rows of whole 16 bytes of 8-bit numbers
         assert "ld.global.v4.b32" in built.asm["ptx"] and "st.global.v4.b32" in built.asm["ptx"]

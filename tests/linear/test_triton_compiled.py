@@ -12,7 +12,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from tests.compiled_triton import Recorded, compiled, recorder  # noqa: E402
+from tools.kernel_resources import Recorded, compiled_launch, recorder  # noqa: E402
 from tools.machine_code import faults, listing  # noqa: E402
 from warploom.linear.problem import LinearCall  # noqa: E402
 from warploom.linear.triton import call as call_module  # noqa: E402
@@ -64,12 +64,12 @@ def test_kernels(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), lookback=lookback))
     found = launches(dim, map_name, normalize, heads)
-    assert {kernel.__name__ for kernel, _, _ in found} >= {"forward_kernel", "dq_kernel", "dkdv_kernel"}
+    assert {launch.kernel.__name__ for launch in found} >= {"forward_kernel", "dq_kernel", "dkdv_kernel"}
     for launch in found:
         name = launch.kernel.__name__
         if name == "scan_kernel":
             continue
-        binary = compiled(launch)
+        binary = compiled_launch(launch, 90)
         assert binary.metadata.shared <= SHARED_LIMIT, name
         assert "wgmma.mma_async" in binary.asm["ptx"], name
         assert not faults(binary.asm["ttgir"], binary.asm["ptx"], listing(binary.asm["cubin"])), name
@@ -84,13 +84,12 @@ def test_kernels(
 def test_kernels_that_fade(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Every kernel of a decay with a gradient, once: as few heads as have states in launches of their own."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = {
-        launch[0].__name__: launch for launch in launches(64, "identity", False, 2, torch.zeros(1, 4096, 2, requires_grad=True))
-    }
+    decay = torch.zeros(1, 4096, 2, requires_grad=True)
+    found = {launch.kernel.__name__: launch for launch in launches(64, "identity", False, 2, decay)}
     assert found.pop("scan_kernel") and found.pop("sums_kernel") and found.pop("log_gradients_kernel")
     assert set(found) == {"forward_kernel", "state_kernel", "dq_kernel", "dkdv_kernel"}
     for name, launch in found.items():
-        binary = compiled(launch)
+        binary = compiled_launch(launch, 90)
         assert binary.metadata.shared <= SHARED_LIMIT, name
         assert "wgmma.mma_async" in binary.asm["ptx"], name
         assert not faults(binary.asm["ttgir"], binary.asm["ptx"], listing(binary.asm["cubin"])), name
@@ -101,8 +100,8 @@ def test_states_that_fade_do_not_wait_for_each_product(dim: int, monkeypatch: py
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(call_module, "config", lambda *a: replace(config(*a), lookback=False))
     found = launches(dim, "identity", False, 2, -torch.ones(2))
-    launch = next(x for x in found if x[0].__name__ == "state_kernel" and not x[1]["BACKWARD"])
-    code = listing(compiled(launch).asm["cubin"])
+    launch = next(x for x in found if x.kernel.__name__ == "state_kernel" and not x.constants["BACKWARD"])
+    code = listing(compiled_launch(launch, 90).asm["cubin"])
     assert code.count("HGMMA") >= 8 and code.count("WARPGROUP.DEPBAR") == 2
 
 

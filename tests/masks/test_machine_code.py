@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from tools.kernel_resources import Recorded, compile_launch  # noqa: E402
+from tools.kernel_resources import Recorded, compile_launch, recorder  # noqa: E402
 from warploom.attention import bounds  # noqa: E402
 from warploom.masks.zoo import document_kernel, position_kernel, run_kernel, span_kernel, tree_kernel  # noqa: E402
 from warploom.runtime import triton_launch  # noqa: E402
@@ -44,16 +44,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
     """Those that do not happen."""
     found: list[Recorded] = []
 
-    class Recorder:
-        def __init__(self, kernel: Any, constants: dict[str, Any], direct: bool) -> None:
-            self.kernel, self.constants = kernel, constants
-
-        def __call__(self, grid: tuple[int, int], *arguments: Any) -> None:
-            found.append(Recorded(self.kernel, self.constants, arguments))
-
-        def kept(self, grid: tuple[int, int], rest: tuple[Any, ...]) -> Any:
-            return lambda *first: self(grid, *first, *rest)
-
     caches = (
         document_kernel._launch,
         run_kernel.run_launch,
@@ -64,7 +54,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
         position_kernel._launch,
     )
     for module in (document_kernel, position_kernel, run_kernel, span_kernel, tree_kernel, triton_launch):
-        monkeypatch.setattr(module, "Launch", Recorder)
+        monkeypatch.setattr(module, "Launch", recorder(found))
     for cached in caches:
         cached.cache_clear()
     yield found

@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from tests.compiled_triton import Recorded, compiled, recorder  # noqa: E402
+from tools.kernel_resources import Recorded, compiled_launch, recorder  # noqa: E402
 from tools.machine_code import faults, listing  # noqa: E402
 from warploom.linear.hopper import cut, log_gradients  # noqa: E402
 from warploom.linear.hopper.plan import TERMS, config  # noqa: E402
@@ -34,7 +34,7 @@ def test_kernel(a_head: bool, gradients: bool, monkeypatch: pytest.MonkeyPatch, 
     finally:
         cut._launch.cache_clear()
     (launched,) = found
-    binary = compiled(launched)
+    binary = compiled_launch(launched, 90)
     code = listing(binary.asm["cubin"])
     assert [each.stack for each in resources(binary.asm["cubin"])] == [0]
     assert code.count("HGMMA") == 64 // 16 and code.count("WARPGROUP.DEPBAR") == 1
@@ -54,4 +54,4 @@ def test_log_gradients(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: An
     finally:
         log_gradients._launch.cache_clear()
     (launched,) = found
-    assert [each.stack for each in resources(compiled(launched).asm["cubin"])] == [0]
+    assert [each.stack for each in resources(compiled_launch(launched, 90).asm["cubin"])] == [0]

@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from tests.compiled_triton import Recorded, compiled, recorder  # noqa: E402
+from tools.kernel_resources import Recorded, compiled_launch, recorder  # noqa: E402
 from warploom.linear.hopper import rows  # noqa: E402
 from warploom.runtime.cubin import resources  # noqa: E402
 
@@ -39,7 +39,7 @@ def test_kernels(e: int, name: str, count: int, monkeypatch: pytest.MonkeyPatch,
     found = launches(e, name)
     assert len(found) == count
     for launch in found:
-        binary, label = compiled(launch), launch.kernel.__name__
+        binary, label = compiled_launch(launch, 90), launch.kernel.__name__
         assert [each.stack for each in resources(binary.asm["cubin"])] == [0], f"{label} spills"
         # Tiles of few rows leave products to single warps, which wait for them: of one by wgmma Triton 3.6 may overwrite the
         # tile that registers read too.
