@@ -65,6 +65,17 @@ def repeated(x, STEP: tl.constexpr):
 
 
 @triton.jit
+def tile_in_pages(rows, inside, stride_page, PAGES: tl.constexpr, STEP: tl.constexpr, PLACES: tl.constexpr):
+    """Distances of a tile's rows from the pool's start, of those from their pages': one page's, or each STEP rows' own."""
+    if STEP > 1:
+        return rows + repeated(far(inside, stride_page, PLACES), STEP)[:, None]
+    elif PAGES == SCATTERED:
+        return rows + far(inside[:, None], stride_page, PLACES)
+    else:
+        return rows + far(inside, stride_page, PLACES)
+
+
+@triton.jit
 def place_of_token(
     t, batch, length, table_ptr, slots_ptr, stride_table, stride_slots, stride_slots_t, pages, page_size, capacity
 ):  # fmt: skip

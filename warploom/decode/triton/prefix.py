@@ -24,9 +24,9 @@ from warploom.decode.triton.parts import (
     ended,
     far,
     no_weights,
-    repeated,
     split_size,
     summed,
+    tile_in_pages,
     weigh,
     whole_splits,
     zeros,
@@ -260,13 +260,8 @@ def share_kernel(
                     vs_offset = far(slot, stride_vsn, PLACES)
                 if PAGES == TILE_IN_PAGE or PAGES == SCATTERED:
                     inside = clamp(page, 0, pages - 1)
-                    if STEP > 1:
-                        k_far += repeated(far(inside, stride_kb, PLACES), STEP)[:, None]
-                        v_far += repeated(far(inside, stride_vb, PLACES), STEP)[:, None]
-                    else:
-                        inside_rows = inside[:, None] if PAGES == SCATTERED else inside
-                        k_far += far(inside_rows, stride_kb, PLACES)
-                        v_far += far(inside_rows, stride_vb, PLACES)
+                    k_far = tile_in_pages(k_far, inside, stride_kb, PAGES, STEP, PLACES)
+                    v_far = tile_in_pages(v_far, inside, stride_vb, PAGES, STEP, PLACES)
                     if FP8:
                         ks_offset += far(inside, stride_ksb, PLACES)
                         vs_offset += far(inside, stride_vsb, PLACES)
