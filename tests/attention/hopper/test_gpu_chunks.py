@@ -1,27 +1,23 @@
-"""Query offsets on Hopper, on an H100 or H200: every case, tiling and drawn problem, graphs, compile, contents out of range."""
+"""Query offsets on Hopper, on an H100 or H200: every case, tiling and drawn problem, equal runs, contents out of range."""
 
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.attention import gpu_chunks
 from tests.attention.chunked import CHUNKED, Chunked, chunked
+from tests.attention.gpu_chunks import MASKED, NEEDS_HOPPER, inputs, masked, offsets
 from tests.attention.harness import Call
-from warploom import masks
-from warploom.attention import hopper
-from warploom.attention.chunks import attention_chunks
 from warploom.masks import ColumnMask
 
-MISSING = hopper.BACKEND.available()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("poisoned_gpu_memory"),
-    pytest.mark.skipif(MISSING is not None, reason=f"the hopper backend cannot run: {MISSING}"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu_memory"), NEEDS_HOPPER]
+
+results = partial(gpu_chunks.results, backend="hopper")
 
 # Dropout is another implementation's, and so is what has no positive scale.
 CASES = [name for name in CHUNKED if "dropout" not in name and name != "negative scale"]
@@ -30,10 +26,6 @@ DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 
 def seed() -> int:
     return random.randrange(2**31)
-
-
-def offsets(*rows: int) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int32, device="cuda")
 
 
 def check(given: Chunked, deterministic: bool) -> None:
@@ -107,27 +99,6 @@ def test_drawn(dim: int) -> None:
         check(drawn(dim, draw), dim == 128)
 
 
-SEQLEN, ROWS = 2000, 300
-
-
-def inputs(dim: int = 128) -> list[Tensor]:
-    return [torch.randn(2, n, h, dim, device="cuda", dtype=torch.bfloat16) for n, h in ((ROWS, 8), (SEQLEN, 2), (SEQLEN, 2))]
-
-
-def results(q: Tensor, k: Tensor, v: Tensor, at: Tensor, **options: Any) -> list[Tensor]:
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    options = {"backend": "hopper", "deterministic": True, **options}
-    out, lse = attention_chunks(*leaves, at, seqlen_q=SEQLEN, **options)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
-
-
-def masked(name: str) -> dict[str, Any]:
-    return {"causal": True} if name == "causal" else {"mask": masks.Document([900, 20, 80, 1000]).to("cuda")}
-
-
-MASKED = ["causal", "documents"]
-
-
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_equal_runs(name: str, dim: int) -> None:
@@ -139,42 +110,6 @@ def test_equal_runs(name: str, dim: int) -> None:
             assert torch.equal(a, b)
         for a, b in zip(results(*given, at, **{**options, "deterministic": False})[:2], want, strict=False):
             assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_a_graph_follows_its_offsets(name: str) -> None:
-    given, at, options = inputs(), offsets(0, 1700), masked(name)
-    results(*given, at, **options)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results(*given, at, **options)
-    for rows in ((300, 10), (1699, 0)):
-        at.copy_(offsets(*rows))
-        graph.replay()
-        for a, b in zip(captured, results(*given, at.clone(), **options), strict=True):
-            assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_no_synchronisation(name: str) -> None:
-    given, at, options = inputs(), offsets(0, 700), masked(name)
-    results(*given, at, **options)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        results(*given, at, **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("name", MASKED)
-def test_compiles_whole(name: str) -> None:
-    given, at, options = inputs(), offsets(0, 700), masked(name)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
-        return attention_chunks(q, k, v, at, seqlen_q=SEQLEN, backend="hopper", **options)[0]
-
-    assert torch.equal(torch.compile(call, fullgraph=True)(*given, at), call(*given, at))
 
 
 @pytest.mark.parametrize("offset", [-5, 2**31 - 1, -(2**31)])
