@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import signal
 import subprocess
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +156,22 @@ def test_graphs_of_peers_that_nobody_asked_are_not_captured(monkeypatch: pytest.
     for peers, want in ((None, set(calls)), (["peer"], set(calls) - {"another"}), ([], {"warploom", "warploom, paged"})):
         monkeypatch.setattr(PATIENCE, "peers", peers)
         assert set(captured.captured(dict(calls), right, torch.device("cuda")).calls) == want
+
+
+def test_a_graph_keeps_what_its_call_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else others' tensors come to lie where its kernels read a mask's positions."""
+    replayed: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: replayed.append("graph")))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+
+    def made() -> tuple[Callable[[], torch.Tensor], weakref.ref[torch.Tensor]]:
+        read = torch.arange(3)
+        return captured.capture(lambda: read + 1), weakref.ref(read)
+
+    call, read = made()
+    assert read() is not None
+    assert call().tolist() == [1, 2, 3] and replayed == ["graph"]
 
 
 def test_a_peer_that_takes_too_long_is_left_out_and_ours_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

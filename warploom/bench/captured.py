@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,20 +12,27 @@ from warploom.bench.harness import Call, Comparison, first_line
 from warploom.bench.patience import PATIENCE
 
 
-def capture(call: Call) -> Call:
-    """The call as a graph; running it replays and gives the graph's output."""
+@dataclass
+class Captured:
+    """A call as a graph; running it replays and gives the graph's output."""
+
+    graph: torch.cuda.CUDAGraph
+    result: Any
+    call: Call  # its kernels read what the call holds, which is not to be freed before the graph
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.result
+
+
+def capture(call: Call) -> Captured:
     for _ in range(2):
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = call()
-
-    def replay() -> Any:
-        graph.replay()
-        return result
-
-    return replay
+    return Captured(graph, result, call)
 
 
 def captured(
