@@ -156,7 +156,7 @@ def test_a_group_of_one_is_one_device(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="group_or_mesh must be a ProcessGroup, a DeviceMesh or None, got int 3"):
             distributed.shard_plan(64, 3)
         q = torch.randn(1, 64, 2, 8, requires_grad=True)
-        for method in ("gather", "heads", "ring", "auto"):
+        for method in ("gather", "heads", "ring", "gather-heads", "auto"):
             plan = distributed.shard_plan(64, None, causal=True, method=method)
             out = distributed.attention(q, q, q, plan=plan, causal=True)
             want = warploom.attention(q, q, q, causal=True)

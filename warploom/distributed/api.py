@@ -148,7 +148,7 @@ def explain(
     choice = choose(plan.method, sharded, args)
     if choice.method == "ring":
         pieces = [piece for step in range(plan.ranks) for piece in sharded.against((plan.rank - step) % plan.ranks)]
-    elif choice.method == "gather":
+    elif choice.method != "heads":
         pieces = list(gather.forward_pieces(sharded, args, _unit(args, sharded.whole, backend, backward)))
     else:
         pieces = list(sharded.of_all(args.dropout_p > 0.0))

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from warploom.attention.problem import AttentionArgs
-from warploom.distributed import gather, ring
+from warploom.distributed import by_heads, gather, ring
 from warploom.distributed.layout import Run
 from warploom.distributed.pieces import Sharded
 
-METHODS = ("gather", "heads", "ring")
+METHODS = ("gather", "heads", "ring", "gather-heads")
 # A GPU's own memory moves bytes about eight times as fast as the links between GPUs.
 _MEMORY = 1 / 8
 # How often heads reads and writes what it sends and gets, each way: side by side, padded, in order.
@@ -22,6 +22,10 @@ _MERGED, _ADDED = 18, 12
 # Bytes that could be on their way in the time that ring loses backward to a step of each group of heads past the first: 0.9 ms,
 # of documents and causal calls in 8 groups on two H200.
 _AGAIN = 0.9e-3 * gather.LINK
+# A backward pass takes about so many times as long as a forward one, and that part longer where a band is columns of a rank's
+# rows. Four H200, 8192 tokens a rank, causal: 19.6 to 21.4 ms by gather, of which 1 ms are copies and ways; one device's own
+# call, over four, 16.6.
+_BACKWARD, _COLUMNS = 2.8, 0.1
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Choice:
     """A call's method; ``str(choice)`` is the text for people.
 
     Attributes:
-        method: gather, heads or ring.
+        method: gather, heads, ring or gather-heads.
         reason: in words.
         refused: (method, why) of those that cannot take the call.
         costs: (method, bytes a rank waits for in a forward pass) of those that can, as the model has them.
@@ -57,7 +61,7 @@ class Choice:
 
 def refusal(method: str, ranks: int, heads_q: int, heads_kv: int, dropout: bool) -> str | None:
     """Why a method cannot take a call, in words, or None."""
-    if method == "heads" and (heads_kv % ranks or heads_q % ranks):
+    if method in ("heads", "gather-heads") and (heads_kv % ranks or heads_q % ranks):
         return f"needs heads in multiples of the {ranks} ranks, got {heads_q} of q and {heads_kv} of k and v"
     if dropout and method == "ring":
         return "has some keys of the call at a time, and dropout counts keys of the whole"
@@ -69,8 +73,10 @@ def choose(asked: str, sharded: Sharded, args: AttentionArgs) -> Choice:
 
     The cost is a model, in bytes that a rank receives and no kernel hides, of a forward and a backward pass: gather waits for
     its first group of heads, and in the backward pass for the last one's gradients; heads for everything, which it also sorts;
-    ring for nothing but pays for merging what each rank's keys give. Both passes count whether or not a call wants gradients:
-    ranks may differ in that, and would wait for each other in two methods.
+    ring for nothing but pays for merging what each rank's keys give. In the backward pass of gather-heads the first heads' rows
+    are waited for and the last ones' gradients, and all are copied; that of gather pays for bands that it computes as columns.
+    Both passes count whether or not a call wants gradients: ranks may differ in that, and would wait for each other in two
+    methods.
 
     Args:
         args: the call of this rank; its mask is ``sharded``.
@@ -92,11 +98,11 @@ def choose(asked: str, sharded: Sharded, args: AttentionArgs) -> Choice:
         return Choice(asked, f"the plan says method={asked!r}")
     if args.batch_invariant:
         words = "has bits that depend on the number of ranks"
-        why = {method: why[method] or (None if method == "gather" else words) for method in METHODS}
+        why = {method: why[method] or (None if method.startswith("gather") else words) for method in METHODS}
     refused = tuple([(method, words) for method, words in why.items() if words is not None])
     if ranks == 1:
         return Choice("gather", "one rank, which has everything")
-    models = {"gather": _gather, "heads": _heads, "ring": _ring}
+    models = {"gather": _gather, "heads": _heads, "ring": _ring, "gather-heads": _gather_heads}
     costs, back = {}, {}
     for method in METHODS:
         if why[method] is None:
@@ -124,7 +130,10 @@ def _gather(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
         return there, 3 * dq * _MEMORY  # gradients are on their way under own keys, and two terms of dq are added
     parts = 2 * dq if len(groups) > 1 else 0
     sent = 0.0 if kept else _of_group(found.taken, groups, 0)
-    return there, sent + wide * _of_group(found.taken, groups, -1) + parts * _MEMORY
+    longer = 0.0
+    if found.seconds is not None and sharded.whole.starts is None and all([t is None for t in sharded.whole.mask.vectors]):
+        longer = found.seconds * _BACKWARD * _COLUMNS * gather.LINK
+    return there, sent + wide * _of_group(found.taken, groups, -1) + parts * _MEMORY + longer
 
 
 def _of_group(taken: int, groups: Sequence[Run], number: int) -> float:
@@ -139,6 +148,24 @@ def _heads(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
     held = (sharded.queries.longest * q.shape[2] + sharded.keys.longest * k.shape[2]) * size
     each = held * ((ranks - 1) / ranks + _SORTED * _MEMORY)
     return each, each  # dout goes out's way, and gradients that of what they are of
+
+
+def _gather_heads(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
+    there, _ = _gather(sharded, args)
+    q, k, v = args.q, args.k, args.v
+    ranks, size, members = len(sharded.queries.counts), q.shape[0] * q.element_size(), q.shape[2] // k.shape[2]
+    todo = by_heads.shares(k.shape[2] // ranks, members, by_heads.together(sharded, args.dropout_p > 0.0))
+    of_q, of_keys = sharded.queries.longest * q.shape[2] * size, sharded.keys.longest * k.shape[2] * size
+    of_keys *= k.shape[3] + v.shape[3]
+    given, back = of_q * (q.shape[3] + 2 * v.shape[3]), of_q * q.shape[3]
+    ways = 0.0
+    for share, of_rows in ((todo[0], given), (todo[-1], back)):
+        of_kv = (share.kv[1] - share.kv[0]) * ranks / k.shape[2]
+        ways += of_kv * (of_keys + of_rows * (share.members[1] - share.members[0]) / members)
+    copied = 2 * (given + back + 2 * of_keys) * _MEMORY
+    messages = 2 * max([len(runs) for runs in sharded.queries.runs])
+    seconds = gather.START * messages + gather.END * (len(todo) - 1)
+    return there, ways * (ranks - 1) / ranks + copied + seconds * gather.LINK
 
 
 def _ring(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
