@@ -9,7 +9,7 @@ import torch
 
 from warploom import distributed, masks
 from warploom.bench.masks import document_lengths
-from warploom.distributed import gather, ring
+from warploom.distributed import by_heads, gather, ring
 from warploom.distributed.choice import _AGAIN, Choice
 from warploom.distributed.plan import planned
 
@@ -34,7 +34,7 @@ def costs(*call: Any) -> dict[str, tuple[int, int]]:
 
 def test_the_backward_pass_counts_whether_or_not_gradients_are_wanted() -> None:
     """A rank that wants none must not choose otherwise than one that does."""
-    alone, both = (costs(4, 16, 4, gradients, {}, {"causal": True}) for gradients in (False, True))
+    alone, both = (costs(4, 16, 4, gradients, {}, {"mask": masks.PrefixLM(ROWS)}) for gradients in (False, True))
     assert alone == both and all(backward > 0 for _, backward in both.values())
     # Three ranks' keys and values are sent again, for the rank that sees all of them, and as many gradients come back.
     assert both["gather"][1] == 2 * 3 * ROWS * 4 * 256 * 2
@@ -54,7 +54,7 @@ def test_causal_gradients_come_back_under_own_keys(monkeypatch: pytest.MonkeyPat
 
 
 def test_two_groups_wait_for_half_of_the_heads_and_copy_dq(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = 4, 16, 4, True, {}, {"causal": True}
+    call = 4, 16, 4, True, {}, {"mask": masks.PrefixLM(ROWS)}
     one = costs(*call)["gather"][1]
     monkeypatch.setattr(gather, "ONE_BACKWARD", 0)
     assert costs(*call)["gather"][1] == one // 2 + 2 * ROWS * 16 * 128 * 2 // 8
@@ -70,11 +70,41 @@ def test_what_packed_documents_hide_costs_nothing() -> None:
 
 def test_both_passes_decide_between_methods() -> None:
     """Twelve ranks' keys of as many heads as queries have: gather waits for a quarter of them, then for two more."""
-    choice = explained(12, 48, 48, False, {}, {"causal": True})
+    mask = {"mask": masks.PrefixLM(ROWS)}
+    choice = explained(12, 48, 48, False, {}, mask)
     forward, backward = dict(choice.costs), dict(choice.backward_costs)
-    assert forward["gather"] < forward["heads"] and backward["gather"] > backward["heads"]
-    assert choice.method == explained(12, 48, 48, True, {}, {"causal": True}).method == "heads"
+    assert forward["gather"] < forward["heads"] and backward["gather"] > backward["heads"] > backward["gather-heads"]
+    assert choice.method == explained(12, 48, 48, True, {}, mask).method == "gather-heads"
     assert "MiB forward and " in str(choice) and "MiB backward that nothing hides" in str(choice)
+
+
+def test_bands_as_columns_cost_time_that_heads_do_not() -> None:
+    """On two ranks a causal call that keeps keys has its own kernels; on four its rows are columns, unless heads are fewer."""
+    chosen = [explained(ranks, 64, heads, True, {}, {"causal": True}).method for ranks, heads in ((2, 8), (4, 8), (4, 2))]
+    assert chosen == ["gather", "gather-heads", "gather"]
+    assert explained(4, 64, 8, True, {}, {"mask": masks.PrefixLM(ROWS)}).method == "gather"
+    assert explained(4, 64, 8, True, {}, {"window": (4095, 0)}).method == "gather"
+
+
+def test_first_and_last_shares_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 heads over 8 on four ranks: keys, a quarter of q, dout and out; then a quarter of dq, and keys' gradients."""
+    call = 4, 64, 8, True, {}, {"causal": True}
+    few = costs(*call)["gather-heads"][1]
+    monkeypatch.setattr(by_heads, "ENDS", 1)
+    spared = 3 * ROWS * 64 * 128 * 2 * 4 // 4 * 3 // 4 - 2 * gather.END * gather.LINK
+    assert costs(*call)["gather-heads"][1] - few == pytest.approx(spared, abs=2)
+
+
+def test_shares_of_heads() -> None:
+    def cuts(*call: Any) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        return [tuple(share) for share in by_heads.shares(*call)]
+
+    assert cuts(2, 8, False) == [((0, 2), (0, 2)), ((0, 2), (2, 6)), ((0, 2), (6, 8))]
+    assert cuts(1, 7, False) == [((0, 1), (0, 1)), ((0, 1), (1, 6)), ((0, 1), (6, 7))]
+    assert cuts(8, 1, False) == [((0, 2), (0, 1)), ((2, 6), (0, 1)), ((6, 8), (0, 1))]
+    assert cuts(2, 8, True) == [((0, 1), (0, 8)), ((1, 2), (0, 8))]
+    assert cuts(1, 8, True) == [((0, 1), (0, 8))]
+    assert cuts(1, 1, False) == [((0, 1), (0, 1))]
 
 
 def test_ring_pays_for_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
