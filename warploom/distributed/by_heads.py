@@ -71,10 +71,11 @@ def backward(
     for n, share in enumerate(todo):
         here = coming.pop(0)
         keys = keys if here.keys is None else here.keys.result()
-        some_q, some_dout, some_out = here.queries.result()
+        (some_q, some_dout, some_out), (some_k, some_v) = here.queries.result(), keys
         some_lse, *some_dlse = [t.squeeze(-1).transpose(1, 2).contiguous() for t in here.statistics.result()]
         upstream = some_dout, some_dlse[0] if some_dlse else None, some_out, some_lse
-        of_q, *of_keys = local.backward(call.run, some_q, *keys, *upstream, _pieces(call, pieces, share, heads_kv, members))
+        cut = _pieces(call, pieces, share, heads_kv, members)
+        of_q, *of_keys = local.backward(call.run, some_q, some_k, some_v, *upstream, cut)
         del here, some_q, some_dout, some_out, upstream
         back = ToTokens(call.group, call.queries, call.rank, of_q.to(q.dtype))
         if share.members[0]:
