@@ -377,7 +377,7 @@ def benchmark(rank: int, world: int, seed: int) -> None:
         assert [row["measure"] for row in rows] == ["forward", "backward"]
         for row in rows:
             found = row["contenders"]
-            names = ["warploom", "warploom, gather", "warploom, heads", "warploom, ring", "all-gather + SDPA", "ideal"]
+            names = ["warploom", *[f"warploom, {method}" for method in METHODS], "all-gather + SDPA", "ideal"]
             if one.one_step:
                 assert list(found) == names[:1] and row["ranks"] == world and row["seqlen"] == one.tokens
                 assert found["warploom"]["ms"] > 0 and found["warploom"]["error"] < 1e-5
