@@ -10,7 +10,7 @@ import torch
 
 from tools.frozen.pretend import Recorder, hopper
 from warploom import distributed, masks
-from warploom.distributed import documents, gather, groups, local, pieces
+from warploom.distributed import gather, groups, local, pieces
 from warploom.distributed.plan import planned
 from warploom.masks.zoo import documents, prefixes
 
@@ -50,7 +50,7 @@ def shared() -> None:
         for where, name in ((groups, "compared"), (torch.distributed, "all_to_all_single")):
             stack.enter_context(patch.object(where, name))
         stack.enter_context(patch.object(gather, "HIDDEN", 0))
-        stack.enter_context(patch.object(documents, "Aside", lambda device: nullcontext()))
+        stack.enter_context(patch("warploom.distributed.documents.Aside", lambda device: nullcontext()))
         plan = planned(SEQLEN, RANKS, 1, "a group", causal=True, cu_seqlens=[0, 200, 400, SEQLEN], chunk=16)
         q, k, v = (torch.zeros(plan.tokens[1], heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
 
