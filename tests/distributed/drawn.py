@@ -26,7 +26,7 @@ from tests.distributed.harness import Sharded
 from tests.distributed.registry import case
 from tests.masks import samples
 from warploom import masks
-from warploom.distributed import collectives, documents, groups
+from warploom.distributed import by_heads, collectives, documents, groups
 from warploom.distributed.choice import METHODS
 from warploom.distributed.plan import planned
 
@@ -126,7 +126,7 @@ def played(ranks: int, count: int, seed: int) -> None:
     with ExitStack() as stack:
         for where, name in sends:
             stack.enter_context(patch.object(where, name, nothing))
-        stack.enter_context(patch.object(dist, "get_backend", return_value="none"))
+        stack.enter_context(patch.object(by_heads, "Swap"))
         stack.enter_context(patch.object(documents, "Aside", lambda device: nullcontext()))
         for number, rank in product(range(seed, seed + count), range(ranks)):
             problem = replace(draw(number, ranks, "cuda"), device="cpu")

@@ -55,7 +55,7 @@ class Sharded:
         limits["KEPT"] = rng.choice([0, 2**40])
         sums = rng.choice([0, collectives.MOST_SUMS])
         least = {name: rng.choice([0, getattr(ring, name)]) for name in ("LEAST_FORWARD", "LEAST_BACKWARD", "LEAST_OF_TWO")}
-        one = {"MOST_SUMS": (collectives, sums), "ENDS": (by_heads, rng.choice([1, 2, by_heads.ENDS]))}
+        one = {"MOST_SUMS": (collectives, sums), "FIRST": (by_heads, rng.choice([1, 2, by_heads.FIRST]))}
         with ExitStack() as stack:
             for where, several in ((gather, limits), (ring, least)):
                 stack.enter_context(patch.multiple(where, **several))

@@ -10,6 +10,7 @@ import torch
 from warploom import distributed, masks
 from warploom.bench.masks import document_lengths
 from warploom.distributed import by_heads, gather, ring
+from warploom.distributed.api import _sharded, _whole
 from warploom.distributed.choice import _AGAIN, Choice
 from warploom.distributed.plan import planned
 
@@ -86,25 +87,29 @@ def test_bands_as_columns_cost_time_that_heads_do_not() -> None:
     assert explained(4, 64, 8, True, {}, {"window": (4095, 0)}).method == "gather"
 
 
-def test_first_and_last_shares_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 heads over 8 on four ranks: keys, a quarter of q, dout and out; then a quarter of dq, and keys' gradients."""
+def test_the_first_share_is_waited_for_and_the_last_ones_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 heads over 8 on four ranks: keys, an eighth of q, dout and out; then the rest of dq, and keys' gradients."""
     call = 4, 64, 8, True, {}, {"causal": True}
-    few = costs(*call)["gather-heads"][1]
-    monkeypatch.setattr(by_heads, "ENDS", 1)
-    spared = 3 * ROWS * 64 * 128 * 2 * 4 // 4 * 3 // 4 - 2 * gather.END * gather.LINK
-    assert costs(*call)["gather-heads"][1] - few == pytest.approx(spared, abs=2)
+    two = costs(*call)["gather-heads"][1]
+    monkeypatch.setattr(by_heads, "FIRST", 1)
+    spared = ROWS * 64 * 128 * 2 * (3 * 7 + 1) // 8 * 3 // 4 - gather.END * gather.LINK
+    assert costs(*call)["gather-heads"][1] - two == pytest.approx(spared, abs=2)
 
 
 def test_shares_of_heads() -> None:
-    def cuts(*call: Any) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        return [tuple(share) for share in by_heads.shares(*call)]
+    """Of query heads that share key heads, else of key heads: neighbours, where a mask tells heads apart."""
 
-    assert cuts(2, 8, False) == [((0, 2), (0, 2)), ((0, 2), (2, 6)), ((0, 2), (6, 8))]
-    assert cuts(1, 7, False) == [((0, 1), (0, 1)), ((0, 1), (1, 6)), ((0, 1), (6, 7))]
-    assert cuts(8, 1, False) == [((0, 2), (0, 1)), ((2, 6), (0, 1)), ((6, 8), (0, 1))]
-    assert cuts(2, 8, True) == [((0, 1), (0, 8)), ((1, 2), (0, 8))]
-    assert cuts(1, 8, True) == [((0, 1), (0, 8))]
-    assert cuts(1, 1, False) == [((0, 1), (0, 1))]
+    def cuts(ranks: int, heads: int, heads_kv: int, dropout: bool = False, vectors: int = 1) -> list[Any]:
+        mask = {"mask": masks.ColumnMask(torch.full((1, vectors, 64), 64))}
+        plan = planned(64, ranks, 0, **mask)
+        sharded = _sharded(plan, _whole(plan, mask["mask"], False, None), torch.device("cpu"))
+        return [(each.kv, each.members) for each in by_heads.shares_of(sharded, heads, heads_kv, dropout)]
+
+    assert cuts(4, 64, 8) == [((0, 2), (0, 1)), ((0, 2), (1, 8))]
+    assert cuts(2, 14, 2) == [((0, 1), (0, 1)), ((0, 1), (1, 7))]
+    assert cuts(2, 32, 32) == [((0, 2), (0, 1)), ((2, 16), (0, 1))]
+    assert cuts(2, 2, 2) == [((0, 1), (0, 1))]
+    assert cuts(4, 64, 8, dropout=True) == cuts(4, 64, 8, vectors=64) == [((0, 1), (0, 8)), ((1, 2), (0, 8))]
 
 
 def test_ring_pays_for_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,18 +153,16 @@ def _heads(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
 def _gather_heads(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
     there, _ = _gather(sharded, args)
     q, k, v = args.q, args.k, args.v
-    ranks, size, members = len(sharded.queries.counts), q.shape[0] * q.element_size(), q.shape[2] // k.shape[2]
-    todo = by_heads.shares(k.shape[2] // ranks, members, by_heads.together(sharded, args.dropout_p > 0.0))
+    ranks, size = len(sharded.queries.counts), q.shape[0] * q.element_size()
+    shares = by_heads.shares_of(sharded, q.shape[2], k.shape[2], args.dropout_p > 0.0)
     of_q, of_keys = sharded.queries.longest * q.shape[2] * size, sharded.keys.longest * k.shape[2] * size
     of_keys *= k.shape[3] + v.shape[3]
     given, back = of_q * (q.shape[3] + 2 * v.shape[3]), of_q * q.shape[3]
     ways = 0.0
-    for share, of_rows in ((todo[0], given), (todo[-1], back)):
-        of_kv = (share.kv[1] - share.kv[0]) * ranks / k.shape[2]
-        ways += of_kv * (of_keys + of_rows * (share.members[1] - share.members[0]) / members)
+    for heads, of_rows in ((shares[0], given), (shares[-1], back)):
+        ways += (of_keys * heads.of_keys.number / k.shape[2] + of_rows * heads.number / q.shape[2]) * ranks
     copied = 2 * (given + back + 2 * of_keys) * _MEMORY
-    messages = 2 * max([len(runs) for runs in sharded.queries.runs])
-    seconds = gather.START * messages + gather.END * (len(todo) - 1)
+    seconds = 2 * gather.START + gather.END * (len(shares) - 1)
     return there, ways * (ranks - 1) / ranks + copied + seconds * gather.LINK
 
 

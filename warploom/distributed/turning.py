@@ -4,114 +4,128 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warploom.distributed.collectives import Pending, beside, in_words, put_beside
-from warploom.distributed.layout import Layout, Run, length_of
+from warploom.distributed.collectives import Pending, in_words
+from warploom.distributed.layout import Layout, Run
+
+_BYTES = 16  # that a kernel's copies read at a time: rows begin at their multiples
 
 
-class Swap(Pending):
-    """All to all of rows that lie anywhere: ``sent[rank]`` goes there, and what that rank sends comes to ``found[rank]``."""
+class Heads(NamedTuple):
+    """Some heads of each rank: of its key heads those of ``kv``, and of the heads that share one ``members``.
 
-    def __init__(self, group: Any, found: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        self._found: Sequence[Tensor] = ()
-        if found[0].is_cuda and "nccl" in dist.get_backend(group):
-            work = dist.all_to_all(list(found), list(sent), group=group, async_op=True)
-            super().__init__([work], *sent)
-            return
-        # Of such lists gloo takes only parts of one size.
-        flat, self._sizes = torch.cat(list(sent)), [len(t) for t in found]
-        self._found, self._came = found, flat.new_empty((sum(self._sizes), *flat.shape[1:]))
-        counts = [len(t) for t in sent]
-        work = dist.all_to_all_single(self._came, flat, self._sizes, counts, group=group, async_op=True)
-        super().__init__([work], flat)
-
-    def wait(self) -> None:
-        super().wait()
-        for room, part in zip(self._found, self._came.split(self._sizes) if self._found else (), strict=True):
-            room.copy_(part)
-        self._found = ()
-
-
-class ToHeads(Pending):
-    """Some heads of tensors (batch, rows, heads, ·), on their way from each rank's rows to all rows on the heads' rank.
-
-    What comes lies side by side, rows first and in order, so that it needs no copy. Of each run of rows that ranks hold there
-    is one message to each other rank.
+    Attributes:
+        ranks: how many.
+        heads_kv: key heads of a rank.
+        several: heads that share a key head.
     """
 
-    def __init__(self, group: Any, layout: Layout, rank: int, heads: Sequence[Sequence[Run]], *tensors: Tensor) -> None:
-        """``heads``: for each rank."""
-        self._count = length_of(heads[rank])
-        self._sizes = [self._count * t.shape[3] for t in tensors]
-        first, local, ranks = tensors[0], _local(layout, rank), range(len(heads))
-        parts = [[t[:, :, a:b].flatten(2)[:, :, None] for t in tensors for a, b in runs] for runs in heads]
-        self._found = first.new_empty((layout.seqlen, first.shape[0], 1, sum(self._sizes)))
-        none = self._found[:0]
-        sent = [none if to == rank else beside(parts[to], [(0, first.shape[1])]) for to in ranks]
-        places = [runs if source != rank else () for source, runs in enumerate(layout.runs)]
-        swaps = [
-            Swap(group, [_nth(self._found, runs, n) for runs in places], [_nth(each, local, n) for each in sent])
-            for n in range(_most_runs(layout))
-        ]
-        for (a, b), own in zip(layout.runs[rank], local, strict=True):
-            put_beside(self._found[a:b], parts[rank], [own])
-        super().__init__(swaps)
+    ranks: int
+    heads_kv: int
+    several: int
+    kv: Run
+    members: Run
+
+    @property
+    def number(self) -> int:
+        """Of a rank."""
+        return (self.kv[1] - self.kv[0]) * (self.members[1] - self.members[0])
+
+    @property
+    def of_keys(self) -> Heads:
+        """The key heads alone."""
+        return Heads(self.ranks, self.heads_kv, 1, self.kv, (0, 1))
+
+    def of(self, t: Tensor) -> Tensor:
+        """Of (batch, rows, heads, ·): (ranks, rows, batch, key heads, members, ·), a view."""
+        t = t.unflatten(2, (self.ranks, self.heads_kv, self.several))
+        return t[:, :, :, slice(*self.kv), slice(*self.members)].permute(2, 1, 0, 3, 4, 5)
+
+
+class Turn:
+    """Rows for each rank, and room for those of each, run by run; they are sent by ``Swap``."""
+
+    sent: Sequence[Sequence[Tensor]]
+    found: Sequence[Sequence[Tensor]]
+
+
+class ToHeads(Turn):
+    """Some heads of this rank's rows to the heads' ranks, and of all rows those of this rank.
+
+    What comes lies side by side, rows first and in order, so that it needs no copy.
+    """
+
+    def __init__(self, layout: Layout, rank: int, *tensors: tuple[Tensor, Heads]) -> None:
+        """``tensors``: (batch, rows, heads, ·), the first of the smallest dtype."""
+        first = tensors[0][0]
+        parts, at = [(heads.of(t), heads.number) for t, heads in tensors], 0
+        self._places = list[tuple[int, int, int, torch.dtype]]()
+        for (t, _), (_, count) in zip(tensors, parts, strict=True):
+            width = count * t.shape[3] * (t.itemsize // first.itemsize)
+            self._places.append((at, at + width, count, t.dtype))
+            at += width
+        width = -(-at * first.itemsize // _BYTES) * _BYTES // first.itemsize
+        sent = first.new_empty((len(layout.runs), first.shape[1], first.shape[0], width))
+        for (a, b, _, dtype), (part, _) in zip(self._places, parts, strict=True):
+            room, some = in_words(sent[..., a:b].view(dtype).unflatten(-1, part.shape[3:]), part)
+            room.copy_(some)
+        self._found = first.new_empty((layout.seqlen, *sent.shape[2:]))
+        own = _own(layout, rank)
+        self.sent = [[part[a:b] for a, b in own] for part in sent]
+        self.found = [[self._found[a:b] for a, b in runs] for runs in layout.runs]
+        _copy(self.found[rank], self.sent[rank])
 
     def result(self) -> list[Tensor]:
         """Each tensor's heads of all rows, in order: (batch, seqlen, heads, ·) views."""
-        self.wait()
-        return [t.squeeze(2).unflatten(-1, (self._count, -1)).transpose(0, 1) for t in self._found.split(self._sizes, -1)]
+        found = [(self._found[..., a:b].view(dtype), count) for a, b, count, dtype in self._places]
+        return [t.unflatten(-1, (count, -1)).transpose(0, 1) for t, count in found]
 
 
-class ToTokens(Pending):
-    """The way back: all rows of some heads, (batch, seqlen, heads, ·), to the ranks that hold the rows."""
+class ToTokens(Turn):
+    """The way back: of this rank's heads all rows to the ranks that hold these, and of this rank's rows all heads."""
 
-    def __init__(self, group: Any, layout: Layout, rank: int, *tensors: Tensor) -> None:
-        """``tensors`` differ in their last dimension alone."""
-        self._sizes = [t.shape[3] for t in tensors]
-        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, -1)
-        sent, local, ranks = whole.transpose(0, 1).contiguous(), _local(layout, rank), range(len(layout.runs))
-        self._found = sent.new_empty((len(layout.runs), layout.counts[rank], *sent.shape[1:]))
-        places = [local if source != rank else () for source in ranks]
-        targets = [runs if to != rank else () for to, runs in enumerate(layout.runs)]
-        swaps = [
-            Swap(
-                group,
-                [_nth(room, runs, n) for room, runs in zip(self._found, places, strict=True)],
-                [_nth(sent, runs, n) for runs in targets],
-            )
-            for n in range(_most_runs(layout))
-        ]
-        for (a, b), (first, past) in zip(layout.runs[rank], local, strict=True):
-            self._found[rank, first:past] = sent[a:b]
-        super().__init__(swaps)
+    def __init__(self, layout: Layout, rank: int, t: Tensor) -> None:
+        """``t``: (seqlen, batch, heads, ·) in a row."""
+        self._found = t.new_empty((len(layout.runs), layout.counts[rank], *t.shape[1:]))
+        own = _own(layout, rank)
+        self.sent = [[t[a:b] for a, b in runs] for runs in layout.runs]
+        self.found = [[part[a:b] for a, b in own] for part in self._found]
+        _copy(self.found[rank], self.sent[rank])
 
-    def put(self, heads: Sequence[Sequence[Run]], *rooms: Tensor) -> None:
-        """Write each tensor's to (batch, rows, heads, ·); ``heads``: as ``ToHeads`` was given them."""
-        self.wait()
-        for room, part in zip(rooms, self._found.split(self._sizes, -1), strict=True):
-            for runs, of_rank in zip(heads, part.transpose(1, 2), strict=True):
-                at = 0
-                for a, b in runs:
-                    into, some = in_words(room[:, :, a:b], of_rank[:, :, at : at + b - a])
-                    into.copy_(some)
-                    at += b - a
+    def put(self, heads: Heads, *rooms: Tensor) -> None:
+        """Write to (batch, rows, heads, ·) tensors what lies side by side."""
+        for room, part in zip(rooms, self._found.split([t.shape[3] for t in rooms], -1), strict=True):
+            into = heads.of(room)
+            into, some = in_words(into, part.unflatten(3, into.shape[3:5]))
+            into.copy_(some)
 
 
-def _local(layout: Layout, rank: int) -> list[Run]:
+class Swap(Pending):
+    """Several turns under way, all messages of which are one call of the backend's."""
+
+    def __init__(self, group: Any, rank: int, turns: Sequence[Turn]) -> None:
+        operations = []
+        for turn in turns:
+            for other in range(len(turn.sent)):
+                if other == rank:
+                    continue
+                peer = dist.get_global_rank(group, other)
+                for what, parts in ((dist.isend, turn.sent[other]), (dist.irecv, turn.found[other])):
+                    operations += [dist.P2POp(what, t, peer, group) for t in parts if t.numel()]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        super().__init__(works, *[t for turn in turns for parts in turn.sent for t in parts])
+
+
+def _own(layout: Layout, rank: int) -> list[Run]:
     """A rank's runs of rows, as it holds them."""
     return list(pairwise(accumulate([b - a for a, b in layout.runs[rank]], initial=0)))
 
 
-def _most_runs(layout: Layout) -> int:
-    return max(map(len, layout.runs))
-
-
-def _nth(t: Tensor, runs: Sequence[Run], n: int) -> Tensor:
-    """Rows of a run; none where there are fewer runs."""
-    return t[slice(*runs[n])] if n < len(runs) else t[:0]
+def _copy(rooms: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    for room, part in zip(rooms, parts, strict=True):
+        room.copy_(part)
