@@ -108,7 +108,7 @@ def test_two_runs_of_a_band_stay_a_band() -> None:
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "length": ({"seqlen_q": -1}, ValueError, "seqlen_q must be at least 0, got -1"),
     "chunk": ({"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
-    "method": ({"method": "tree"}, ValueError, "method must be one of gather, heads, ring or auto, got 'tree'"),
+    "method": ({"method": "tree"}, ValueError, "method must be one of gather, heads, ring, gather-heads or auto, got 'tree'"),
     "no starts": ({"cu_seqlens": []}, ValueError, "cu_seqlens must ascend from 0 to at most seqlen_q, 64"),
     "starts that descend": ({"cu_seqlens": [0, 9, 5]}, ValueError, "cu_seqlens must ascend"),
     "starts past the end": ({"cu_seqlens": torch.tensor([0, 65])}, ValueError, "cu_seqlens must ascend"),

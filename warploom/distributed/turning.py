@@ -106,19 +106,20 @@ class ToTokens(Turn):
 
 
 class Swap(Pending):
-    """Several turns under way, all messages of which are one call of the backend's."""
+    """Several turns under way, all messages of which are one call of the backend's. What they send lives until ``wait``."""
 
     def __init__(self, group: Any, rank: int, turns: Sequence[Turn]) -> None:
-        operations = []
+        operations, buffers = [], []
         for turn in turns:
+            buffers += [t for parts in turn.sent for t in parts]
             for other in range(len(turn.sent)):
                 if other == rank:
                     continue
                 peer = dist.get_global_rank(group, other)
                 for what, parts in ((dist.isend, turn.sent[other]), (dist.irecv, turn.found[other])):
                     operations += [dist.P2POp(what, t, peer, group) for t in parts if t.numel()]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        super().__init__(works, *[t for turn in turns for parts in turn.sent for t in parts])
+            turn.sent = turn.found = ()
+        super().__init__(dist.batch_isend_irecv(operations) if operations else [], *buffers)
 
 
 def _own(layout: Layout, rank: int) -> list[Run]:
