@@ -89,6 +89,7 @@ CALLS: dict[str, Any] = {
     "softcap": lambda rng, world: {"keywords": {"causal": True, "softcap": 1.5}},
     "scale": lambda rng, world: {"keywords": {"causal": True, "scale": -0.7}},
     "other head_dim_v": lambda rng, world: {"head_dim_v": 12, "keywords": {"causal": True}},
+    "odd head dims": lambda rng, world: {"head_dim": 5, "head_dim_v": 7, "dtype": torch.bfloat16, "seqlen_q": 150},
     "groups of seven heads": lambda rng, world: {"heads_q": 14 * world, "heads_kv": 2 * world, "keywords": {"causal": True}},
     "four vectors": lambda rng, world: {"keywords": {"mask": columns(rng, 50, 50, (1, 1), "lts lte uts ute")}, "seqlen_q": 50},
     "four vectors of each head of q": lambda rng, world: {

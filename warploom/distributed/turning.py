@@ -13,7 +13,7 @@ from torch import Tensor
 from warploom.distributed.collectives import Pending, in_words
 from warploom.distributed.layout import Layout, Run
 
-_BYTES = 16  # that a kernel's copies read at a time: rows begin at their multiples
+_BYTES = 16  # that kernels read at a time: rows of a tensor begin at their multiples
 
 
 class Heads(NamedTuple):
@@ -68,9 +68,8 @@ class ToHeads(Turn):
         for (t, _), (_, count) in zip(tensors, parts, strict=True):
             width = count * t.shape[3] * (t.itemsize // first.itemsize)
             self._places.append((at, at + width, count, t.dtype))
-            at += width
-        width = -(-at * first.itemsize // _BYTES) * _BYTES // first.itemsize
-        sent = first.new_empty((len(layout.runs), first.shape[1], first.shape[0], width))
+            at += -(-width * first.itemsize // _BYTES) * _BYTES // first.itemsize
+        sent = first.new_empty((len(layout.runs), first.shape[1], first.shape[0], at))
         for (a, b, _, dtype), (part, _) in zip(self._places, parts, strict=True):
             room, some = in_words(sent[..., a:b].view(dtype).unflatten(-1, part.shape[3:]), part)
             room.copy_(some)
