@@ -11,7 +11,7 @@ from warploom import distributed, masks
 from warploom.bench.masks import document_lengths
 from warploom.distributed import by_heads, gather, ring
 from warploom.distributed.api import _sharded, _whole
-from warploom.distributed.choice import _AGAIN, Choice
+from warploom.distributed.choice import _AGAIN, _BACKWARD, _COLUMNS, Choice
 from warploom.distributed.plan import planned
 
 ROWS = 8192
@@ -27,6 +27,12 @@ def explained(
     return distributed.explain(q, k, k, plan=plan, **mask, **options)
 
 
+def longer(ranks: int, heads: int, mask: masks.Mask) -> int:
+    """Bytes that could be on their way in the time that gather's kernels of many keys take longer, backward."""
+    elements = mask.density(ROWS * ranks, ROWS * ranks) * (ROWS * ranks) ** 2
+    return int(elements * heads * 256 * 2 / ranks / gather.SPEED * _BACKWARD * _COLUMNS * gather.LINK)
+
+
 def costs(*call: Any) -> dict[str, tuple[int, int]]:
     choice = explained(*call)
     back = dict(choice.backward_costs)
@@ -38,12 +44,12 @@ def test_the_backward_pass_counts_whether_or_not_gradients_are_wanted() -> None:
     alone, both = (costs(4, 16, 4, gradients, {}, {"mask": masks.PrefixLM(ROWS)}) for gradients in (False, True))
     assert alone == both and all(backward > 0 for _, backward in both.values())
     # Three ranks' keys and values are sent again, for the rank that sees all of them, and as many gradients come back.
-    assert both["gather"][1] == 2 * 3 * ROWS * 4 * 256 * 2
+    assert both["gather"][1] == 2 * 3 * ROWS * 4 * 256 * 2 + longer(4, 16, masks.PrefixLM(ROWS))
 
 
 def test_keys_that_are_kept_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     call = 4, 16, 4, True, {}, {"mask": masks.PrefixLM(ROWS)}
-    sent = costs(*call)["gather"][1]
+    sent = costs(*call)["gather"][1] - longer(4, 16, masks.PrefixLM(ROWS))
     monkeypatch.setattr(gather, "KEPT", 1)
     assert costs(*call)["gather"][1] == sent // 2
 
@@ -58,7 +64,8 @@ def test_two_groups_wait_for_half_of_the_heads_and_copy_dq(monkeypatch: pytest.M
     call = 4, 16, 4, True, {}, {"mask": masks.PrefixLM(ROWS)}
     one = costs(*call)["gather"][1]
     monkeypatch.setattr(gather, "ONE_BACKWARD", 0)
-    assert costs(*call)["gather"][1] == one // 2 + 2 * ROWS * 16 * 128 * 2 // 8
+    same = longer(4, 16, masks.PrefixLM(ROWS))
+    assert costs(*call)["gather"][1] - same == (one - same) // 2 + 2 * ROWS * 16 * 128 * 2 // 8
 
 
 def test_what_packed_documents_hide_costs_nothing() -> None:
@@ -79,12 +86,14 @@ def test_both_passes_decide_between_methods() -> None:
     assert "MiB forward and " in str(choice) and "MiB backward that nothing hides" in str(choice)
 
 
-def test_bands_as_columns_cost_time_that_heads_do_not() -> None:
-    """On two ranks a causal call that keeps keys has its own kernels; on four its rows are columns, unless heads are fewer."""
-    chosen = [explained(ranks, 64, heads, True, {}, {"causal": True}).method for ranks, heads in ((2, 8), (4, 8), (4, 2))]
-    assert chosen == ["gather", "gather-heads", "gather"]
-    assert explained(4, 64, 8, True, {}, {"mask": masks.PrefixLM(ROWS)}).method == "gather"
-    assert explained(4, 64, 8, True, {}, {"window": (4095, 0)}).method == "gather"
+def test_heads_compute_gradients_where_gather_would_send_many_keys_again() -> None:
+    """On two ranks keys are kept; a window's and documents' are few; and ranks must divide heads."""
+    calls: list[tuple[int, int, dict[str, Any]]] = [(4, 8, {"causal": True}), (4, 8, {"mask": masks.PrefixLM(ROWS)})]
+    assert {explained(ranks, 64, heads, True, {}, mask).method for ranks, heads, mask in calls} == {"gather-heads"}
+    documents = {"mask": masks.Document(document_lengths(4 * ROWS))}
+    calls = [(2, 8, {"causal": True}), (2, 8, {"mask": masks.PrefixLM(ROWS)}), (4, 2, {"causal": True}), (4, 8, documents)]
+    calls.append((4, 8, {"window": (4095, 0)}))
+    assert {explained(ranks, 64, heads, True, {}, mask).method for ranks, heads, mask in calls} == {"gather"}
 
 
 def test_the_first_share_is_waited_for_and_the_last_ones_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

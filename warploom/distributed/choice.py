@@ -22,9 +22,9 @@ _MERGED, _ADDED = 18, 12
 # Bytes that could be on their way in the time that ring loses backward to a step of each group of heads past the first: 0.9 ms,
 # of documents and causal calls in 8 groups on two H200.
 _AGAIN = 0.9e-3 * gather.LINK
-# A backward pass takes about so many times as long as a forward one, and that part longer where a band is columns of a rank's
-# rows. Four H200, 8192 tokens a rank, causal: 19.6 to 21.4 ms by gather, of which 1 ms are copies and ways; one device's own
-# call, over four, 16.6.
+# A backward pass takes about so many times as long as a forward one, and by gather that part longer where keys are sent again:
+# many, of which a rank's rows are columns. Four H200, 8192 tokens a rank: causal 19.1 to 21.7 ms, a prefix 19.8 to 23.2, of
+# which 1 are copies and ways; one device's own call, over four, 16.5 to 17.2, and 18.8 to 19.3.
 _BACKWARD, _COLUMNS = 2.8, 0.1
 
 
@@ -72,11 +72,10 @@ def choose(asked: str, sharded: Sharded, args: AttentionArgs) -> Choice:
     """The method of a call: as the plan says, or the one that leaves least to wait for.
 
     The cost is a model, in bytes that a rank receives and no kernel hides, of a forward and a backward pass: gather waits for
-    its first group of heads, and in the backward pass for the last one's gradients; heads for everything, which it also sorts;
-    ring for nothing but pays for merging what each rank's keys give. In the backward pass of gather-heads the first heads' rows
-    are waited for and the last ones' gradients, and all are copied; that of gather pays for bands that it computes as columns.
-    Both passes count whether or not a call wants gradients: ranks may differ in that, and would wait for each other in two
-    methods.
+    its first group of heads, and in the backward pass for the last one's gradients, and pays for kernels that take longer where
+    keys are many; heads for everything, which it also sorts; ring for nothing but pays for merging what each rank's keys give.
+    The backward pass of gather-heads waits for its first heads' rows and its last ones' gradients, and copies all. Both passes
+    count whether or not a call wants gradients: ranks may differ in that, and would wait for each other in two methods.
 
     Args:
         args: the call of this rank; its mask is ``sharded``.
@@ -130,9 +129,7 @@ def _gather(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
         return there, 3 * dq * _MEMORY  # gradients are on their way under own keys, and two terms of dq are added
     parts = 2 * dq if len(groups) > 1 else 0
     sent = 0.0 if kept else _of_group(found.taken, groups, 0)
-    longer = 0.0
-    if found.seconds is not None and sharded.whole.starts is None and all([t is None for t in sharded.whole.mask.vectors]):
-        longer = found.seconds * _BACKWARD * _COLUMNS * gather.LINK
+    longer = 0.0 if kept or found.seconds is None else found.seconds * _BACKWARD * _COLUMNS * gather.LINK
     return there, sent + wide * _of_group(found.taken, groups, -1) + parts * _MEMORY + longer
 
 
