@@ -14,6 +14,7 @@ import torch.distributed as dist
 from warploom.bench import distributed, peers, ranks
 from warploom.bench.bars import judged
 from warploom.cli import main
+from warploom.distributed.choice import METHODS
 
 QUICK = ["bench", "distributed", "--device", "cpu", "--quick", "--repeats", "2"]
 
@@ -23,7 +24,7 @@ def test_command_writes_rows_and_prints_a_table(tmp_path: Path, capsys: pytest.C
     assert main([*QUICK, "--only", "documents, 128 tokens a rank", "--out", str(out), "--peers", "all-gather + SDPA"]) == 0
     assert not dist.is_initialized()
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == distributed.HEAD and len(printed) == 1 + 2 * 6
+    assert printed[0] == distributed.HEAD and len(printed) == 1 + 2 * (3 + len(METHODS))
     run = json.loads(out.read_text())
     assert {(row["case"], row["measure"]) for row in run["rows"]} == {
         ("causal documents, 128 tokens a rank", measure) for measure in ("forward", "backward")

@@ -14,6 +14,8 @@ from tests.masks import samples
 from warploom import masks
 from warploom.distributed.choice import METHODS
 
+BY_HEADS = "heads", "gather-heads"  # which ranks must divide
+
 
 def columns(rng: random.Random, rows: int, keys: int, shape: tuple[int, int], names: str) -> masks.ColumnMask:
     """Vectors of random intervals, some of them empty."""
@@ -30,7 +32,7 @@ def sampled(builder: Any, rank: int, world: int, seed: int) -> None:
     rng = random.Random(seed)
     method = rng.choice(METHODS)
     sample = builder(rng)
-    while not (sample.seqlen_q and sample.seqlen_k) or (method == "heads" and sample.heads > 1):
+    while not (sample.seqlen_q and sample.seqlen_k) or (method in BY_HEADS and sample.heads > 1):
         sample = builder(rng)
     heads = sample.heads if sample.heads > 1 else world
     Sharded(
@@ -87,6 +89,7 @@ CALLS: dict[str, Any] = {
     "softcap": lambda rng, world: {"keywords": {"causal": True, "softcap": 1.5}},
     "scale": lambda rng, world: {"keywords": {"causal": True, "scale": -0.7}},
     "other head_dim_v": lambda rng, world: {"head_dim_v": 12, "keywords": {"causal": True}},
+    "odd head dims": lambda rng, world: {"head_dim": 5, "head_dim_v": 7, "dtype": torch.bfloat16, "seqlen_q": 150},
     "groups of seven heads": lambda rng, world: {"heads_q": 14 * world, "heads_kv": 2 * world, "keywords": {"causal": True}},
     "four vectors": lambda rng, world: {"keywords": {"mask": columns(rng, 50, 50, (1, 1), "lts lte uts ute")}, "seqlen_q": 50},
     "four vectors of each head of q": lambda rng, world: {
@@ -149,7 +152,7 @@ def dropped(name: str, method: str, rank: int, world: int, seed: int) -> None:
 def _whole_heads(make: Any, method: str, rng: random.Random, world: int) -> dict[str, Any]:
     """With heads for every rank, where the method needs that and the call does not say."""
     call: dict[str, Any] = make(rng, world)
-    return call if method != "heads" or "heads_kv" in call else call | {"heads_q": 2 * world, "heads_kv": world}
+    return call if method not in BY_HEADS or "heads_kv" in call else call | {"heads_q": 2 * world, "heads_kv": world}
 
 
 for _name, _builder in samples.SAMPLERS.items():
@@ -158,5 +161,5 @@ for _method in METHODS:
     for _name, _make in CALLS.items():
         CASES[f"{_method}: {_name}"] = partial(drawn, partial(_whole_heads, _make, _method), _method)
 for _name in DROPOUT:
-    for _method in ("gather", "heads"):
+    for _method in ("gather", *BY_HEADS):
         CASES[f"{_method}, dropout: {_name}"] = partial(dropped, _name, _method)

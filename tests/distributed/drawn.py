@@ -12,7 +12,7 @@ import random
 import sys
 import tempfile
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -21,12 +21,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tests.distributed.cases import columns, lengths_of, starts_of
+from tests.distributed.cases import BY_HEADS, columns, lengths_of, starts_of
 from tests.distributed.harness import Sharded
 from tests.distributed.registry import case
 from tests.masks import samples
 from warploom import masks
-from warploom.distributed import collectives, groups
+from warploom.distributed import by_heads, collectives, documents, groups
 from warploom.distributed.choice import METHODS
 from warploom.distributed.plan import planned
 
@@ -42,7 +42,7 @@ def draw(seed: int, world: int, device: str = "cpu") -> Sharded:
     rng = random.Random(seed)
     least, longest = (1, 150) if device == "cpu" else (LEAST, 1500)
     method = rng.choice([*METHODS, "auto"])
-    heads_kv = world * rng.randint(1, 2) if method == "heads" or rng.random() < 0.2 else rng.choice([1, 2, 3, 4, 5])
+    heads_kv = world * rng.randint(1, 2) if method in BY_HEADS or rng.random() < 0.2 else rng.choice([1, 2, 3, 4, 5])
     call: dict[str, Any] = {"heads_kv": heads_kv, "heads_q": heads_kv * rng.choice([1, 1, 2, 3, 7])}
     call["batch"] = rng.choice([1, 1, 2, 3])
     keywords: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def _sampled(rng: random.Random, method: str, keywords: dict[str, Any], call: di
     """A builder's mask with the lengths, batch and heads that it drew, by its predicate."""
     make = rng.choice(list(samples.SAMPLERS.values()))
     sample = make(rng)
-    while not (sample.seqlen_q and sample.seqlen_k) or (method == "heads" and sample.heads > 1):
+    while not (sample.seqlen_q and sample.seqlen_k) or (method in BY_HEADS and sample.heads > 1):
         sample = make(rng)
     keywords["mask"] = sample.mask
     found: dict[str, Any] = {"seqlen_q": sample.seqlen_q, "seqlen_k": sample.seqlen_k, "seen": sample.dense()}
@@ -126,6 +126,8 @@ def played(ranks: int, count: int, seed: int) -> None:
     with ExitStack() as stack:
         for where, name in sends:
             stack.enter_context(patch.object(where, name, nothing))
+        stack.enter_context(patch.object(by_heads, "Swap"))
+        stack.enter_context(patch.object(documents, "Aside", lambda device: nullcontext()))
         for number, rank in product(range(seed, seed + count), range(ranks)):
             problem = replace(draw(number, ranks, "cuda"), device="cpu")
             problem.call(planned(ranks=ranks, rank=rank, group="a group", **problem.planning()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from warploom import distributed, masks
 from warploom.attention import philox
 from warploom.attention.judge import judge, low_precision
-from warploom.distributed import collectives, gather, ring
+from warploom.distributed import by_heads, collectives, gather, ring
 from warploom.distributed.plan import planned
 
 # q, k, v and sink, then the gradients of out and lse.
@@ -54,7 +55,12 @@ class Sharded:
         limits["KEPT"] = rng.choice([0, 2**40])
         sums = rng.choice([0, collectives.MOST_SUMS])
         least = {name: rng.choice([0, getattr(ring, name)]) for name in ("LEAST_FORWARD", "LEAST_BACKWARD", "LEAST_OF_TWO")}
-        with patch.multiple(gather, **limits), patch.object(collectives, "MOST_SUMS", sums), patch.multiple(ring, **least):
+        one = {"MOST_SUMS": (collectives, sums), "FIRST": (by_heads, rng.choice([1, 2, by_heads.FIRST]))}
+        with ExitStack() as stack:
+            for where, several in ((gather, limits), (ring, least)):
+                stack.enter_context(patch.multiple(where, **several))
+            for name, (where, value) in one.items():
+                stack.enter_context(patch.object(where, name, value))
             return self._check()
 
     def _check(self) -> distributed.ShardPlan:
@@ -97,7 +103,7 @@ class Sharded:
             if self.cu_seqlens is None:  # tokens of no sequence have no sink here
                 verdict = judge("dsink", dsink, want, model, self.dtype)
                 assert verdict.passed, f"{verdict}; {self}"
-        if self.keywords.get("batch_invariant") and plan.method in ("gather", "auto"):
+        if self.keywords.get("batch_invariant") and plan.method not in ("heads", "ring"):
             self.check_bits(plan, (q, k, v), sink, found["out"], found["lse"])
         return plan
 

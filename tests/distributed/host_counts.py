@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -50,6 +50,7 @@ def shared() -> None:
         for where, name in ((groups, "compared"), (torch.distributed, "all_to_all_single")):
             stack.enter_context(patch.object(where, name))
         stack.enter_context(patch.object(gather, "HIDDEN", 0))
+        stack.enter_context(patch("warploom.distributed.documents.Aside", lambda device: nullcontext()))
         plan = planned(SEQLEN, RANKS, 1, "a group", causal=True, cu_seqlens=[0, 200, 400, SEQLEN], chunk=16)
         q, k, v = (torch.zeros(plan.tokens[1], heads, 64).bfloat16().requires_grad_() for heads in (4, 2, 2))
 

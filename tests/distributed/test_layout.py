@@ -108,7 +108,7 @@ def test_two_runs_of_a_band_stay_a_band() -> None:
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "length": ({"seqlen_q": -1}, ValueError, "seqlen_q must be at least 0, got -1"),
     "chunk": ({"chunk": 0}, ValueError, "chunk must be at least 1, got 0"),
-    "method": ({"method": "tree"}, ValueError, "method must be one of gather, heads, ring or auto, got 'tree'"),
+    "method": ({"method": "tree"}, ValueError, "method must be one of gather, heads, ring, gather-heads or auto, got 'tree'"),
     "no starts": ({"cu_seqlens": []}, ValueError, "cu_seqlens must ascend from 0 to at most seqlen_q, 64"),
     "starts that descend": ({"cu_seqlens": [0, 9, 5]}, ValueError, "cu_seqlens must ascend"),
     "starts past the end": ({"cu_seqlens": torch.tensor([0, 65])}, ValueError, "cu_seqlens must ascend"),
@@ -156,7 +156,7 @@ def test_a_group_of_one_is_one_device(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="group_or_mesh must be a ProcessGroup, a DeviceMesh or None, got int 3"):
             distributed.shard_plan(64, 3)
         q = torch.randn(1, 64, 2, 8, requires_grad=True)
-        for method in ("gather", "heads", "ring", "auto"):
+        for method in ("gather", "heads", "ring", "gather-heads", "auto"):
             plan = distributed.shard_plan(64, None, causal=True, method=method)
             out = distributed.attention(q, q, q, plan=plan, causal=True)
             want = warploom.attention(q, q, q, causal=True)

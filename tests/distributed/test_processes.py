@@ -13,6 +13,7 @@ import pytest
 from tests.distributed import cases, drawn, faults, usage  # noqa: F401  (they fill CASES)
 from tests.distributed.registry import of_world
 from tests.forks import Forks
+from warploom.distributed.choice import METHODS
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +48,7 @@ def test_case(world: int, name: str, folders: dict[int, Path], forks: Forks) -> 
         assert failure is None, f"rank {rank} of {world}: {failure}\n{words}"
 
 
-@pytest.mark.parametrize("method", ["gather", "heads", "ring"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_rank_that_hangs(method: str, forks: Forks) -> None:
     """Where no connection closes, the others end with the group's timeout."""
     done = forks.run(["-m", "tests.distributed.stuck", method], ROOT)

@@ -308,7 +308,8 @@ def explained(rank: int, world: int, seed: int) -> None:
     one = torch.empty(1, plan.tokens[rank], 1, 64)
     assert dict(distributed.explain(one, one, one, plan=plan, causal=True).refused)["heads"].startswith("needs heads in")
     refused = dict(distributed.explain(part, part, part, plan=plan, dropout_p=0.1).refused)
-    assert "dropout counts keys" in refused.pop("ring") and refused.keys() == ({"heads"} if 8 % world else set())
+    assert "dropout counts keys" in refused.pop("ring")
+    assert refused.keys() == ({"heads", "gather-heads"} if 8 % world else set())
     # It takes what a call takes: neither a bias, nor what the call behind it takes beside.
     for other in ({"bias": torch.zeros(1, 1, 1, 1)}, {"resolved": None}):
         with pytest.raises(TypeError, match=r"explain\(\) got an unexpected keyword argument"):
@@ -376,7 +377,7 @@ def benchmark(rank: int, world: int, seed: int) -> None:
         assert [row["measure"] for row in rows] == ["forward", "backward"]
         for row in rows:
             found = row["contenders"]
-            names = ["warploom", "warploom, gather", "warploom, heads", "warploom, ring", "all-gather + SDPA", "ideal"]
+            names = ["warploom", *[f"warploom, {method}" for method in METHODS], "all-gather + SDPA", "ideal"]
             if one.one_step:
                 assert list(found) == names[:1] and row["ranks"] == world and row["seqlen"] == one.tokens
                 assert found["warploom"]["ms"] > 0 and found["warploom"]["error"] < 1e-5

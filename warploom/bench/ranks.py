@@ -14,6 +14,7 @@ from torch import Tensor
 
 from warploom import distributed
 from warploom.bench import peers
+from warploom.distributed.choice import METHODS
 from warploom.distributed.collectives import all_gather, reduce_scatter
 from warploom.masks import Causal, Mask
 from warploom.masks.visible import visible
@@ -45,7 +46,7 @@ def contenders() -> dict[str, Make]:
     """By name, ours first."""
     return {
         "warploom": partial(ours, "auto"),
-        **{f"warploom, {method}": partial(ours, method) for method in ("gather", "heads", "ring")},
+        **{f"warploom, {method}": partial(ours, method) for method in METHODS},
         "all-gather + SDPA": gathered,
         "torch context_parallel": partial(torch_context_parallel, False),
         "torch context_parallel, heads repeated": partial(torch_context_parallel, True),

@@ -65,11 +65,11 @@ def attention(
         plan: by `shard_plan`, for the whole lengths.
         mask, causal, window: as `warploom.attention` takes them for the whole sequence, with cu_seqlens as
             `warploom.attention_varlen` does. Masks of layers may differ from the one that the plan was made for.
-        dropout_p: over 0 needs method gather or heads, and no cu_seqlens. Elements are those that one device drops.
+        dropout_p: over 0 needs another method than ring, and no cu_seqlens. Elements are those that one device drops.
         dropout_seed: the same on all ranks of the group; default: the first rank draws it by torch's generator and sends it.
         scale, softcap, sink, deterministic, return_lse, backend: as `warploom.attention` takes them.
-        batch_invariant: as `warploom.attention` takes it; with method gather, which auto then is, the bits of out and lse do
-            not depend on the number of ranks nor on who holds what either.
+        batch_invariant: as `warploom.attention` takes it; with methods gather and gather-heads, one of which auto then is, the
+            bits of out and lse do not depend on the number of ranks nor on who holds what either.
 
     Returns:
         out (batch, tokens of this rank, heads_q, head_dim_v) in q's dtype, or (out, lse) with lse float32
@@ -148,7 +148,7 @@ def explain(
     choice = choose(plan.method, sharded, args)
     if choice.method == "ring":
         pieces = [piece for step in range(plan.ranks) for piece in sharded.against((plan.rank - step) % plan.ranks)]
-    elif choice.method == "gather":
+    elif choice.method != "heads":
         pieces = list(gather.forward_pieces(sharded, args, _unit(args, sharded.whole, backend, backward)))
     else:
         pieces = list(sharded.of_all(args.dropout_p > 0.0))

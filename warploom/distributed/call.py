@@ -1,4 +1,4 @@
-"""One call of attention() on one rank, as the three methods receive it."""
+"""One call of attention() on one rank, as the methods receive it."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from warploom.attention.problem import AttentionArgs
-from warploom.distributed import gather, ring
+from warploom.distributed import by_heads, gather, ring
 from warploom.distributed.layout import Run
 from warploom.distributed.pieces import Sharded
 
-METHODS = ("gather", "heads", "ring")
+METHODS = ("gather", "heads", "ring", "gather-heads")
 # A GPU's own memory moves bytes about eight times as fast as the links between GPUs.
 _MEMORY = 1 / 8
 # How often heads reads and writes what it sends and gets, each way: side by side, padded, in order.
@@ -22,6 +22,10 @@ _MERGED, _ADDED = 18, 12
 # Bytes that could be on their way in the time that ring loses backward to a step of each group of heads past the first: 0.9 ms,
 # of documents and causal calls in 8 groups on two H200.
 _AGAIN = 0.9e-3 * gather.LINK
+# A backward pass takes about so many times as long as a forward one, and by gather that part longer where keys are sent again:
+# many, of which a rank's rows are columns. Four H200, 8192 tokens a rank: causal 19.1 to 21.7 ms, a prefix 19.8 to 23.2, of
+# which 1 are copies and ways; one device's own call, over four, 16.5 to 17.2, and 18.8 to 19.3.
+_BACKWARD, _COLUMNS = 2.8, 0.1
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Choice:
     """A call's method; ``str(choice)`` is the text for people.
 
     Attributes:
-        method: gather, heads or ring.
+        method: gather, heads, ring or gather-heads.
         reason: in words.
         refused: (method, why) of those that cannot take the call.
         costs: (method, bytes a rank waits for in a forward pass) of those that can, as the model has them.
@@ -57,7 +61,7 @@ class Choice:
 
 def refusal(method: str, ranks: int, heads_q: int, heads_kv: int, dropout: bool) -> str | None:
     """Why a method cannot take a call, in words, or None."""
-    if method == "heads" and (heads_kv % ranks or heads_q % ranks):
+    if method in ("heads", "gather-heads") and (heads_kv % ranks or heads_q % ranks):
         return f"needs heads in multiples of the {ranks} ranks, got {heads_q} of q and {heads_kv} of k and v"
     if dropout and method == "ring":
         return "has some keys of the call at a time, and dropout counts keys of the whole"
@@ -68,9 +72,10 @@ def choose(asked: str, sharded: Sharded, args: AttentionArgs) -> Choice:
     """The method of a call: as the plan says, or the one that leaves least to wait for.
 
     The cost is a model, in bytes that a rank receives and no kernel hides, of a forward and a backward pass: gather waits for
-    its first group of heads, and in the backward pass for the last one's gradients; heads for everything, which it also sorts;
-    ring for nothing but pays for merging what each rank's keys give. Both passes count whether or not a call wants gradients:
-    ranks may differ in that, and would wait for each other in two methods.
+    its first group of heads, and in the backward pass for the last one's gradients, and pays for kernels that take longer where
+    keys are many; heads for everything, which it also sorts; ring for nothing but pays for merging what each rank's keys give.
+    The backward pass of gather-heads waits for its first heads' rows and its last ones' gradients, and copies all. Both passes
+    count whether or not a call wants gradients: ranks may differ in that, and would wait for each other in two methods.
 
     Args:
         args: the call of this rank; its mask is ``sharded``.
@@ -92,11 +97,11 @@ def choose(asked: str, sharded: Sharded, args: AttentionArgs) -> Choice:
         return Choice(asked, f"the plan says method={asked!r}")
     if args.batch_invariant:
         words = "has bits that depend on the number of ranks"
-        why = {method: why[method] or (None if method == "gather" else words) for method in METHODS}
+        why = {method: why[method] or (None if method.startswith("gather") else words) for method in METHODS}
     refused = tuple([(method, words) for method, words in why.items() if words is not None])
     if ranks == 1:
         return Choice("gather", "one rank, which has everything")
-    models = {"gather": _gather, "heads": _heads, "ring": _ring}
+    models = {"gather": _gather, "heads": _heads, "ring": _ring, "gather-heads": _gather_heads}
     costs, back = {}, {}
     for method in METHODS:
         if why[method] is None:
@@ -124,7 +129,8 @@ def _gather(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
         return there, 3 * dq * _MEMORY  # gradients are on their way under own keys, and two terms of dq are added
     parts = 2 * dq if len(groups) > 1 else 0
     sent = 0.0 if kept else _of_group(found.taken, groups, 0)
-    return there, sent + wide * _of_group(found.taken, groups, -1) + parts * _MEMORY
+    longer = 0.0 if kept or found.seconds is None else found.seconds * _BACKWARD * _COLUMNS * gather.LINK
+    return there, sent + wide * _of_group(found.taken, groups, -1) + parts * _MEMORY + longer
 
 
 def _of_group(taken: int, groups: Sequence[Run], number: int) -> float:
@@ -139,6 +145,22 @@ def _heads(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
     held = (sharded.queries.longest * q.shape[2] + sharded.keys.longest * k.shape[2]) * size
     each = held * ((ranks - 1) / ranks + _SORTED * _MEMORY)
     return each, each  # dout goes out's way, and gradients that of what they are of
+
+
+def _gather_heads(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:
+    there, _ = _gather(sharded, args)
+    q, k, v = args.q, args.k, args.v
+    ranks, size = len(sharded.queries.counts), q.shape[0] * q.element_size()
+    shares = by_heads.shares_of(sharded, q.shape[2], k.shape[2], args.dropout_p > 0.0)
+    of_q, of_keys = sharded.queries.longest * q.shape[2] * size, sharded.keys.longest * k.shape[2] * size
+    of_keys *= k.shape[3] + v.shape[3]
+    given, back = of_q * (q.shape[3] + 2 * v.shape[3]), of_q * q.shape[3]
+    ways = 0.0
+    for heads, of_rows in ((shares[0], given), (shares[-1], back)):
+        ways += (of_keys * heads.of_keys.number / k.shape[2] + of_rows * heads.number / q.shape[2]) * ranks
+    copied = 2 * (given + back + 2 * of_keys) * _MEMORY
+    seconds = 2 * gather.START + gather.END * (len(shares) - 1)
+    return there, ways * (ranks - 1) / ranks + copied + seconds * gather.LINK
 
 
 def _ring(sharded: Sharded, args: AttentionArgs) -> tuple[float, float]:

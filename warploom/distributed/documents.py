@@ -7,6 +7,7 @@ these rows, so that their order is free.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from warploom.distributed.call import Call
 from warploom.distributed.collectives import FEW_ROWS, Exchange, Exchanging, split_beside
 from warploom.distributed.layout import Run, joined, length_of
 from warploom.distributed.pieces import MOST_RUNS, Piece, Sequences, Sharded
+from warploom.distributed.streams import Aside
 from warploom.masks.intervals import ResolvedMask
 
 _Place = tuple[int, int, int]  # first position of some keys, past the last, and where the first lies
@@ -69,6 +71,14 @@ class Documents(NamedTuple):
     def pieces(self) -> tuple[Piece, ...]:
         whole = () if self.whole is None else (self.whole,)
         return (*whole, *[shared.piece for shared in self.shared])
+
+    @property
+    def apart(self) -> bool:
+        """Whether no row of ``shared`` is among those of ``whole``."""
+        if self.whole is None:
+            return False
+        first, past = self.whole.rows
+        return all([shared.piece.rows[1] <= first or past <= shared.piece.rows[0] for shared in self.shared])
 
 
 def documents_of(sharded: Sharded) -> Documents | None:
@@ -171,13 +181,16 @@ def forward(
     """Write out and lse of this rank's queries; others' keys and values that it saw, as ``Exchanging`` finds them."""
     coming = Exchanging(call.group, documents.exchange, k, v)
     coming.put_own()
+    # The first call's end leaves processors idle, which the others' beginning can have.
+    aside = Aside(q.device)
     if documents.whole is not None:
         local.write(call.run, q, k, v, sink, (documents.whole,), out, lse)
-    found = coming.result()
-    for piece, runs in documents.shared:
-        some = found if len(runs) == 1 else torch.cat([found[a:b] for a, b in runs])
-        others_k, others_v = split_beside(some, (k.shape[3], v.shape[3]))
-        local.write(call.run, q, others_k, others_v, sink, (piece,), out, lse)
+    with aside if documents.apart else nullcontext():
+        found = coming.result()
+        for piece, runs in documents.shared:
+            some = found if len(runs) == 1 else torch.cat([found[a:b] for a, b in runs])
+            others_k, others_v = split_beside(some, (k.shape[3], v.shape[3]))
+            local.write(call.run, q, others_k, others_v, sink, (piece,), out, lse)
     return found[coming.received]
 
 

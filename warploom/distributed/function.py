@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warploom.distributed import gather, heads, local, ring
+from warploom.distributed import by_heads, gather, heads, local, ring
 from warploom.distributed.call import Call
 
 
@@ -31,7 +31,7 @@ class Sharded(torch.autograd.Function):
             if method == "ring":
                 out, lse = ring.forward(call, q, k, v, sink)
             else:
-                out, lse, gathered = gather.forward(call, q, k, v, sink)
+                out, lse, gathered = gather.forward(call, q, k, v, sink, keeps=method == "gather")
                 keys, ctx.keys = gathered.tensors, gathered._replace(tensors=())
             if call.tail:
                 lse[:, :, -call.tail :] = float("-inf")
@@ -61,6 +61,9 @@ class Sharded(torch.autograd.Function):
             if ctx.method == "ring":
                 k, v = keys
                 dq, dk, dv = ring.backward(call, q, k, v, dout, dlse, out, lse)
+            elif ctx.method == "gather-heads" and call.group is not None:
+                k, v = keys
+                dq, dk, dv = by_heads.backward(call, q, k, v, dout, dlse, out, lse)
             else:
                 dq, dk, dv = gather.backward(call, q, ctx.keys._replace(tensors=tuple(keys)), dout, dlse, out, lse)
             dsink = None if sink is None else local.sink_gradient(sink, dout, dlse, out, lse)

@@ -136,11 +136,16 @@ class Group(NamedTuple):
     beside: Tensor | None
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Keys]:
-    """Out in q's dtype and lse, fp32 or wider, of this rank's queries; and what ``backward`` takes of keys and values."""
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, keeps: bool = True
+) -> tuple[Tensor, Tensor, Keys]:
+    """Out in q's dtype and lse, fp32 or wider, of this rank's queries; and what ``backward`` takes of keys and values.
+
+    Others' keys may be among these, unless nothing of them ``keeps``.
+    """
     keys = Keys((k, v), False, (k.shape[3], v.shape[3]))
     found = pieces_of(call.sharded, call.run.args, call.unit)
-    keeps = not found[1] and _keeps(call, q, k, v)
+    keeps = keeps and not found[1] and _keeps(call, q, k, v)
     at_once = packs(call.sharded, call.run.args)
     packed = documents_of(call.sharded) if at_once else None
     out, lse = call.blank(q, v.shape[-1], sink, found[0] if packed is None else packed.pieces)

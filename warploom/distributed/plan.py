@@ -161,7 +161,7 @@ def shard_plan(
             waited for.
         chunk: most positions that are dealt out together. Chunks are smaller where counts come out more equal so, and where
             a rank would have fewer than four.
-        method: gather, heads, ring, or auto, which chooses at a call.
+        method: gather, heads, ring, gather-heads, or auto, which chooses at a call.
 
     Raises:
         TypeError, ValueError: on every rank, where one of them has an argument that is wrong or unlike the others'.
