@@ -6,6 +6,8 @@ bound. A call is that of the other families over the numbers as they are.
 
 On a GPU all problems are such that Hopper's kernel multiplies the numbers as they are. What is right is what the other families
 call so, of models that round P to e4m3 and cut scores as tensor cores do.
+
+Inputs are made and results judged on the CPU: whenever one of a dozen processes reads from the GPU that they share, it waits.
 """
 
 from __future__ import annotations
@@ -230,13 +232,27 @@ def sequences(p: Fp8, name: str) -> list[tuple[int, int, int]]:
 
 
 def inputs(p: Fp8, device: torch.device) -> dict[str, Any]:
-    given: dict[str, Any] = _family(p).inputs(p.base, device)
-    return given
+    """Of the CPU; "there" are those of the call, in buffers of the device that are like them."""
+    given: dict[str, Any] = _family(p).inputs(p.base, torch.device("cpu"))
+    there = {name: _moved(t, device) if isinstance(t, Tensor) else t for name, t in given.items()}
+    buffers = [_whole(there[name]) for name in ("q", "k", "v")]
+    return {**given, "there": there, "buffers": buffers}
+
+
+def _whole(t: Tensor) -> Tensor:
+    """All memory that a tensor lies in."""
+    return t.new_empty(0).set_(t.untyped_storage())  # type: ignore[call-overload]
+
+
+def _moved(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the device that lies as this one does, in a copy of all that lies around it."""
+    return _whole(t).to(device).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def run(p: Fp8, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
     """What the call returns, the numbers that it is of, and the scale of each of their rows and heads."""
-    device, base = given["q"].device, p.base
+    there, base = given["there"], p.base
+    device = there["q"].device
     options: dict[str, Any] = {"granularity": p.granularity, "hadamard": p.rotation is not None, "seed": p.rotation or 0}
 
     def ints(values: Any) -> Tensor:
@@ -249,7 +265,7 @@ def run(p: Fp8, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]
     if p.padding:
         for name in "qk":
             options[f"seqused_{name}"] = ints([used for _, _, used in sequences(p, name)])
-    quantised = dict(zip("qkv", quantize(*(given[n] for n in "qkv"), **options), strict=True))
+    quantised = dict(zip("qkv", quantize(*(there[n] for n in "qkv"), **options), strict=True))
     call: dict[str, Any] = {"out_dtype": DTYPES[p.out_dtype]} if p.out_dtype else {}
     if p.plain:
         call["descale"] = tuple(t.scale for t in quantised.values())
@@ -257,9 +273,11 @@ def run(p: Fp8, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]
     given["kernel"] = backend == "hopper"
     if given["kernel"]:
         refuse_numbers()
-    found: dict[str, Tensor | None] = _family(p).run(base, {**given, **tensors, "options": call}, backend)
+    results: dict[str, Tensor | None] = _family(p).run(base, {**there, **tensors, "options": call}, backend)
+    found = {name: None if t is None else t.cpu() for name, t in results.items()}
     given["numbers"] = {}
-    for name, t in quantised.items():
+    for name, one in quantised.items():
+        t = one.to("cpu")
         scales = _of_rows(p, name, t)
         given["numbers"][name] = found[f"numbers of {name}"] = t.data.float() * scales[..., None]
         found[f"scales of {name}"] = scales
