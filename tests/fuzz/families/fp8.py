@@ -6,6 +6,8 @@ bound. A call is that of the other families over the numbers as they are.
 
 On a GPU all problems are such that Hopper's kernel multiplies the numbers as they are. What is right is what the other families
 call so, of models that round P to e4m3 and cut scores as tensor cores do.
+
+Inputs are made and results judged on the CPU: whenever one of a dozen processes reads from the GPU that they share, it waits.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from tests.fuzz.families.softmax import Variant
 from tests.fuzz.families.spread import spread
 from tests.fuzz.oracle.decode import Decode
 from tests.fuzz.problem import DTYPES, Expected, spec
+from tests.fuzz.views import View
 from warploom.attention.fp8 import Fp8Call
 from warploom.fp8 import quantize
 from warploom.runtime.arguments import keeps_nothing
@@ -36,6 +39,8 @@ BLOCK, STEP = 128, 16
 LARGEST = 448.0  # of e4m3
 ROUNDED_TWICE, DOMINATES = range(32, 129), 1.5  # head dims, and how much larger than its block a row's channel is
 HALVES = ("bfloat16", "float16")
+GRANULARITIES = ("block", "head", "tensor")
+WAYS = 3  # of quantising for each module of Hopper's kernel
 # Of an lse, of one and in norm: its logarithm to base 2, of a sum with P's headroom, is rounded some four times at 8 to 16.
 LSE_SLACK, LSE_EPS = 1e-4, 4 * 2.0**-20
 SUMMED = 32  # products of an instruction
@@ -85,22 +90,44 @@ def _family(p: Fp8) -> Any:
 
 
 @dataclass(frozen=True)
+class Way:
+    """What else the kernels that quantise depend on. When all of it was drawn anew for each problem, each compiled its own."""
+
+    granularity: str
+    rotated: bool
+    padding: bool
+    unit: int  # 8: strides are multiples of 8 elements
+    unaligned: tuple[str, ...]  # tensors whose base is not aligned to 16 bytes
+
+
+PLAINEST = Way("block", rotated=False, padding=False, unit=8, unaligned=())
+
+
+@dataclass(frozen=True)
 class OnHopper:
-    """What a module of Hopper's kernel depends on."""
+    """What a module of Hopper's kernel depends on, and how its inputs are quantised."""
 
     base: Variant
     out_dtype: str
+    way: Way = PLAINEST
 
 
 def variants(d: Draw, backend: str, count: int) -> list[OnHopper]:
-    return spread(lambda: _variant(d, backend), count, lambda one: astuple(one.base))
+    """Modules, and each again with other ways of quantising."""
+    modules = spread(lambda: _module(d, backend), -(-count // WAYS), lambda one: astuple(one.base))
+    return [replace(modules[n % len(modules)], way=way) for n, way in enumerate(spread(lambda: _way(d), count))]
 
 
-def _variant(d: Draw, backend: str) -> OnHopper:
+def _module(d: Draw, backend: str) -> OnHopper:
     base = shared.draw_variant(d, backend, ("dense", "dense", "varlen"))
     dims = {n: -(-getattr(base, n) // STEP) * STEP for n in ("head_dim", "head_dim_v")}
     base = replace(base, **dims, vectors=(), dropout=False, lse_gradient=False, deterministic=False)
     return OnHopper(base, d.pick(HALVES, (2, 1)))
+
+
+def _way(d: Draw) -> Way:
+    unaligned = tuple(n for n in "qkv" if d.chance(0.5)) if d.chance(0.4) else ()
+    return Way(d.pick(GRANULARITIES, (2, 1, 1)), d.chance(2 / 3), d.chance(0.4), d.pick((8, 1)), unaligned)
 
 
 def draw(d: Draw, variant: OnHopper | None, backend: str) -> Fp8:
@@ -114,14 +141,30 @@ def draw(d: Draw, variant: OnHopper | None, backend: str) -> Fp8:
         base = replace(base, backward=False, lse_gradient="", bias_gradient=False, invariant="")
         if variant is None or _served(base):
             break
+    if variant is not None:
+        way = variant.way
+        base = replace(base, **_views(d, base.shapes, way))
+        rotation = d.pick((0, d.seed64())) if way.rotated else None
+        return Fp8(base, way.granularity, rotation, variant.out_dtype, d.chance(0.3), way.padding)
     return Fp8(
         base=base,
-        granularity=d.pick(("block", "head", "tensor"), (2, 1, 1)),
+        granularity=d.pick(GRANULARITIES, (2, 1, 1)),
         rotation=d.pick((None, 0, d.seed64())),
-        out_dtype=d.pick(("", "", "float16", "bfloat16", "float32", "float64")) if variant is None else variant.out_dtype,
+        out_dtype=d.pick(("", "", "float16", "bfloat16", "float32", "float64")),
         plain=d.chance(0.3),
         padding=d.chance(0.4),
     )
+
+
+def _views(d: Draw, shapes: dict[str, tuple[int, ...]], way: Way) -> dict[str, View]:
+    found = {name: d.view(shape, unit=way.unit, aligned=name not in way.unaligned) for name, shape in shapes.items()}
+    for name in way.unaligned:
+        if found[name].kind == "last_dim_strided":  # a tensor that is copied first is aligned, wherever it was
+            found[name] = replace(found[name], kind="contiguous", amount=0)
+    if way.unit == 1:
+        name = d.pick("qkv")
+        found[name] = View("padded_rows", d.pick((1, 2, 3, 4, 5, 7, 12, 20)), found[name].offset)
+    return found
 
 
 def _served(base: Any) -> bool:
@@ -189,13 +232,27 @@ def sequences(p: Fp8, name: str) -> list[tuple[int, int, int]]:
 
 
 def inputs(p: Fp8, device: torch.device) -> dict[str, Any]:
-    given: dict[str, Any] = _family(p).inputs(p.base, device)
-    return given
+    """Of the CPU; "there" are those of the call, in buffers of the device that are like them."""
+    given: dict[str, Any] = _family(p).inputs(p.base, torch.device("cpu"))
+    there = {name: _moved(t, device) if isinstance(t, Tensor) else t for name, t in given.items()}
+    buffers = [_whole(there[name]) for name in ("q", "k", "v")]
+    return {**given, "there": there, "buffers": buffers}
+
+
+def _whole(t: Tensor) -> Tensor:
+    """All memory that a tensor lies in."""
+    return t.new_empty(0).set_(t.untyped_storage())  # type: ignore[call-overload]
+
+
+def _moved(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the device that lies as this one does, in a copy of all that lies around it."""
+    return _whole(t).to(device).as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def run(p: Fp8, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]:
     """What the call returns, the numbers that it is of, and the scale of each of their rows and heads."""
-    device, base = given["q"].device, p.base
+    there, base = given["there"], p.base
+    device = there["q"].device
     options: dict[str, Any] = {"granularity": p.granularity, "hadamard": p.rotation is not None, "seed": p.rotation or 0}
 
     def ints(values: Any) -> Tensor:
@@ -208,7 +265,7 @@ def run(p: Fp8, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]
     if p.padding:
         for name in "qk":
             options[f"seqused_{name}"] = ints([used for _, _, used in sequences(p, name)])
-    quantised = dict(zip("qkv", quantize(*(given[n] for n in "qkv"), **options), strict=True))
+    quantised = dict(zip("qkv", quantize(*(there[n] for n in "qkv"), **options), strict=True))
     call: dict[str, Any] = {"out_dtype": DTYPES[p.out_dtype]} if p.out_dtype else {}
     if p.plain:
         call["descale"] = tuple(t.scale for t in quantised.values())
@@ -216,9 +273,11 @@ def run(p: Fp8, given: dict[str, Any], backend: str) -> dict[str, Tensor | None]
     given["kernel"] = backend == "hopper"
     if given["kernel"]:
         refuse_numbers()
-    found: dict[str, Tensor | None] = _family(p).run(base, {**given, **tensors, "options": call}, backend)
+    results: dict[str, Tensor | None] = _family(p).run(base, {**there, **tensors, "options": call}, backend)
+    found = {name: None if t is None else t.cpu() for name, t in results.items()}
     given["numbers"] = {}
-    for name, t in quantised.items():
+    for name, one in quantised.items():
+        t = one.to("cpu")
         scales = _of_rows(p, name, t)
         given["numbers"][name] = found[f"numbers of {name}"] = t.data.float() * scales[..., None]
         found[f"scales of {name}"] = scales

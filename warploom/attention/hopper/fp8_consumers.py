@@ -19,7 +19,7 @@ from warploom.attention.hopper.forward_columns import ColumnConsumers
 from warploom.attention.hopper.forward_consumers import Rows
 from warploom.attention.hopper.fp8_base import SCALED, Scales, first_block
 from warploom.attention.hopper.fp8_config import Fp8ForwardConfig
-from warploom.kernels.cute.instructions import exp2, pack_e4m3, reciprocal
+from warploom.kernels.cute.instructions import bits_of, exp2, largest_word, pack_e4m3, reciprocal
 from warploom.kernels.cute.rings import advance, release
 from warploom.kernels.cute.softmax import capped, finite
 from warploom.kernels.cute.wgmma import gemm, part_of, words
@@ -250,11 +250,9 @@ class Fp8Consumers(ColumnConsumers):
             level = cute.math.log2(work.factors[VALUE_SCALE])
             share = reciprocal(work.factors[VALUE_SCALE])
         offsets = cute.make_rmem_tensor(2, Float32)
+        tops = self.largest(rows, masked)
         for r in cutlass.range_constexpr(2):
-            top = [rows[r, 0], rows[r, 1]]
-            for c in cutlass.range_constexpr(2, columns):
-                top[c % 2] = cute.arch.fmax(top[c % 2], rows[r, c])
-            new = cute.arch.warp_reduction_max(cute.arch.fmax(top[0], top[1]), threads_in_group=4) * scale
+            new = cute.arch.warp_reduction_max(tops[r], threads_in_group=4) * scale
             if const_expr(self.config.fast):
                 new = new + level
             outgrown = new > work.row_max[r] + TOP  # not where both are -inf
@@ -279,6 +277,42 @@ class Fp8Consumers(ColumnConsumers):
         if const_expr(v_empty is not None and pv_wait == "pingpong"):
             warpgroup.wait_group(0)
             release(v_empty)
+
+    @cute.jit
+    def largest(self, rows, masked):
+        """The largest of a thread's scores of each row.
+
+        Words are compared three at a time, numbers two. Of words as integers the largest is the largest number's, unless all
+        are negative. Beside a PV under way and with sums of one level that was slower, and with windows there are spills.
+        """
+        tops = cute.make_rmem_tensor(2, Float32)
+        config = self.config
+        if const_expr(masked or config.overlap or config.fast or config.left):
+            for r in cutlass.range_constexpr(2):
+                tops[r] = self.largest_of_row(rows, r)
+        else:
+            for r in cutlass.range_constexpr(2):
+                tops[r] = self.largest_by_words(rows, r)
+            if cute.arch.vote_any_sync((bits_of(tops[0]) | bits_of(tops[1])) < 0):
+                for r in cutlass.range_constexpr(2):
+                    tops[r] = self.largest_of_row(rows, r)
+        return tops
+
+    def largest_of_row(self, rows: Any, r: int) -> Any:
+        """The largest of a thread's scores of a row."""
+        tops = [rows[r, 0], rows[r, 1]]
+        for c in range(2, self.tile_n // 4):
+            tops[c % 2] = cute.arch.fmax(tops[c % 2], rows[r, c])
+        return cute.arch.fmax(tops[0], tops[1])
+
+    def largest_by_words(self, rows: Any, r: int) -> Any:
+        """The same, or any where all are negative; NaN where one is, whose row is NaN."""
+        tops, columns = [rows[r, 0], rows[r, 1]], self.tile_n // 4
+        for c in range(2, columns - 2, 4):
+            for i in range(2):
+                tops[i] = largest_word(tops[i], rows[r, c + i], rows[r, c + 2 + i])
+        rest = largest_word(rows[r, columns - 2], rows[r, columns - 1], tops[0])
+        return largest_word(tops[1], rest, rest)
 
     def pack(self, work: Any, n: Any) -> None:
         """P in e4m3: the bytes of a word are four neighbouring keys, two of either half of a tile's columns."""

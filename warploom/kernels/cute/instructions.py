@@ -115,6 +115,15 @@ def pack_e4m3(four: list[Float32], *, loc: Any = None, ip: Any = None) -> Int32:
 
 
 @dsl_user_op
+def largest_word(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """The largest of three by their words as signed integers, in one instruction: the largest number where one is positive."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    words = "mov.b32 a, $1; mov.b32 b, $2; mov.b32 c, $3;"
+    text = f"{{ .reg .b32 a, b, c; {words} max.s32 a, a, b; max.s32 a, a, c; mov.b32 $0, a; }}"
+    return Float32(assembly(T.f32(), values, text, "=f,f,f,f"))
+
+
+@dsl_user_op
 def ldmatrix_x4(address: Int32, offset: int, trans: bool, *, loc: Any = None, ip: Any = None) -> list[Int32]:
     """Four 8×8 matrices of 16-bit elements; lane 8·m + r gives row r of matrix m, at ``address`` + ``offset`` bytes."""
     form = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if trans else ''}.shared.b16"
