@@ -106,7 +106,8 @@ def linear_attention(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
-    given = (q, k, v, *_parts(state), decay, lengths, cu_seqlens)
+    s, z = (None, None) if state is None else _parts(state)
+    given = (q, k, v, s, z, decay, lengths, cu_seqlens)
     options = (causal, feature_map, normalize, eps, scale, return_state, backend)
     key, launch, records = kept.find("linear_attention", given, 6, options)
     if launch is not None:
@@ -171,7 +172,7 @@ def linear_attention_step(
     Raises:
         TypeError, ValueError: before any work, naming the argument, what it got and what it takes.
     """
-    given = (q, k, v, *_parts(state), decay)
+    given = (q, k, v, *(_parts(state) if state is not None else (None, None)), decay)
     key, launch, _ = kept.find("linear_attention_step", given, 6, (feature_map, normalize, eps, scale, backend))
     if launch is not None:
         found = launch(*given)
@@ -229,9 +230,7 @@ def linear_attention_step(
 
 def _parts(state: object) -> tuple[Any, Any]:
     """s and z of a state, whatever it is; what is none, the checks name."""
-    if isinstance(state, tuple) and len(state) == 2:
-        return state
-    return None if state is None else (), None
+    return state if isinstance(state, tuple) and len(state) == 2 else ((), None)
 
 
 def _seen(call: LinearCall, return_state: bool) -> LinearCall:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,7 @@ _OPTIONS = frozenset((float, int, bool, str, type(None)))
 _Guards = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 _grad_enabled, _any_autocast = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 _MISSES = 8
+_ABSENT = frozenset((None,))
 # What arguments of other types than they should be raise, and a private test of another torch's given what it does not take.
 _UNFIT = (AttributeError, TypeError, RuntimeError, ValueError)
 
@@ -41,10 +42,14 @@ class Recent:
 
     The place has the options, the types of all arguments, the shape of q and whether q asks for a gradient. Of several kinds
     with one place, as by the length of k or by strides, one is remembered and the others go by keys: the first until _MISSES
-    calls in a row were unlike it.
+    calls in a row were unlike it. A function's latest call is found without its place, which takes a microsecond to make.
     """
 
-    is_given: tuple[bool, ...]  # which of the tensors are not None
+    is_given: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # of a call's tensors those that are not None here
+    is_absent: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # the others
+    options: tuple[Any, ...]
+    types: tuple[type, ...]  # of the options: 1 is equal to True
+    grad: bool  # whether gradients were enabled
     same: Callable[..., bool]  # of those that are given
     found: Found
     misses: int = 0  # calls unlike it since the last one like it
@@ -65,26 +70,44 @@ def find(name: str, given: tuple[Any, ...], differentiable: int, options: tuple[
     if torch.compiler.is_compiling() or checked():
         return NOTHING
     try:
+        auto = _any_autocast()
+        seen = auto or watched()
+        latest = dispatch.recent(name)
+        if (
+            latest is not None
+            and not seen
+            and latest.types == tuple(map(type, options))
+            and latest.options == options
+            and latest.grad is _grad_enabled()
+            and _ABSENT.issuperset(latest.is_absent(given))
+        ):
+            try:
+                if latest.same(*latest.is_given(given)):
+                    latest.misses = 0
+                    return latest.found
+            except _UNFIT:
+                pass
         q, types = given[0], tuple(map(type, given + options))
         place = (name, q.shape, q.requires_grad, _grad_enabled(), types, options)
-        recent, auto = dispatch.recent(place), _any_autocast()
-        if recent is not None and not auto and not watched():
+        recent = dispatch.recent(place)
+        if recent is not None and not seen:
             try:
-                if recent.same(*compress(given, recent.is_given)):
+                if recent is not latest and recent.same(*recent.is_given(given)):
                     recent.misses = 0
+                    dispatch.remember(name, recent)
                     return recent.found
             except _UNFIT:
                 pass
             recent.misses += 1
         found = _find(name, given, differentiable, options)
         if found[1] is not None and not auto and (recent is None or recent.misses >= _MISSES):
-            _remember(place, given, found)
+            _remember(name, place, given, options, found)
         return found
     except _UNFIT:
         return NOTHING
 
 
-def _remember(place: Hashable, given: tuple[Any, ...], found: Found) -> None:
+def _remember(name: str, place: Hashable, given: tuple[Any, ...], options: tuple[Any, ...], found: Found) -> None:
     """Keep what says whether further calls are like this one; it holds none of its tensors."""
     tensors = [t for t in given if t is not None]
     # The test takes no tensor twice.
@@ -94,7 +117,18 @@ def _remember(place: Hashable, given: tuple[Any, ...], found: Found) -> None:
         same = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except _UNFIT:
         return
-    dispatch.remember(place, Recent(tuple([t is not None for t in given]), same, found))
+    is_given, is_absent = (_picker([i for i, t in enumerate(given) if (t is None) is none]) for none in (False, True))
+    types = tuple(map(type, options))
+    recent = Recent(is_given, is_absent, options, types, _grad_enabled(), same, found)
+    dispatch.remember(place, recent)
+    dispatch.remember(name, recent)
+
+
+def _picker(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What takes these elements of a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 def _find(name: str, given: tuple[Any, ...], differentiable: int, options: tuple[Any, ...]) -> Found:

@@ -57,6 +57,25 @@ class WalkConfig:
         return (self.weighted and self.reverse) or self.fading
 
     @property
+    def keeps_until(self) -> bool:
+        """Whether shared memory has room for UNTIL of ``walk_sums``: else each thread finds it."""
+        return self.head_dim <= 128
+
+    @property
+    def early_values(self) -> bool:
+        """Whether rows of c are weighed under the product with the state.
+
+        At 4 × 32 × 8192 and 128 dims dk and dv of a token's logs take 263 us for 287, out 284 for 288; of one log a head out
+        269 for 266; at 8 × 16 × 2048 a pass with terms 264 for 253. Of one warpgroup ptxas would wait for the product there.
+        """
+        return self.sums_logs and self.groups == 2 and not self.terms
+
+    @property
+    def fades_ahead(self) -> bool:
+        """Whether factors are loaded before the product with the state, whose operands' registers ptxas gives them else."""
+        return self.fading and self.groups == 1 and not self.terms
+
+    @property
     def meets(self) -> bool:
         """Whether the scores' warpgroup sums pairs of tokens of a chunk for the gradient of the logs."""
         return self.terms and not self.reverse
@@ -120,8 +139,8 @@ class WalkConfig:
 
     @property
     def logs(self) -> int:
-        """Sums of logs in shared memory."""
-        return self.stages * self.chunk if self.sums_logs else 0
+        """Numbers in shared memory of what fades: of a token of a stage two or, with UNTIL, three (see ``walk_sums``)."""
+        return (2 + self.keeps_until) * self.stages * self.chunk if self.fading else 0
 
     @property
     def sums(self) -> int:

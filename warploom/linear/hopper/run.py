@@ -55,6 +55,7 @@ def _forward(call: LinearCall, segments: int) -> Forward:
     tile, scale = width(call.q.shape[3], call.v.shape[3]), call.scale
     kind, chunk = _fading(call), config(tile).chunk
     function, weigh = _function(tile, **kind, cut=segments > 1), _weigh(call, segments, chunk)
+    of_tokens = kind["fading"] and not kind["a_head"]
     if segments > 1:
         assert call.decay is not None
         log_stride = call.decay.stride(0) if kind["a_head"] else call.k.shape[1]
@@ -69,12 +70,14 @@ def _forward(call: LinearCall, segments: int) -> Forward:
             with torch.cuda.device(device):
                 return run(q, k, v, s, z, decay)
         out = new_out()
-        weights, logs = weigh(decay)
-        before: tuple[Tensor | None, ...] = (None, None)
         if segments > 1:
+            weights, _ = weigh(decay)
             assert weights is not None
-            before = own_states(k, v, weights)
-        function(q, k, v, out, weights, None, *before, logs, *_NO_TERMS, scale)
+            function(q, k, v, out, weights, None, *own_states(k, v, weights), None, *_NO_TERMS, scale)
+        elif of_tokens:
+            function(q, k, v, out, None, None, None, None, decay, *_NO_TERMS, scale)
+        else:
+            function(q, k, v, out, decay, None, None, None, None, *_NO_TERMS, scale)
         return out, None, None, None
 
     return run

@@ -6,7 +6,7 @@ a chunk takes from the chunks before. Another computes the chunk's own products,
 cluster load a and b for each other.
 
 Here: the launch, shared memory and which warp does what. The loader is in ``walk_producer``, the warpgroups in
-``walk_consumers``, what the loader's neighbours sum and find in ``walk_sums`` and ``walk_logs``.
+``walk_consumers``, what the loader's neighbours sum, weigh and find in ``walk_sums`` and ``walk_logs``.
 
 Imports the CuTe DSL; only what compiles kernels imports this module.
 """
@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.basics import WARP, WARPGROUP
 from warploom.kernels.cute.rings import Mbarriers, init_rings, meet
 from warploom.kernels.cute.tiles import placed, tile_layout, tma_load, tma_store
 from warploom.kernels.cute.wgmma import BY_K, BY_MN, IN_REGISTERS, IN_SHARED, product
@@ -33,6 +33,8 @@ from warploom.linear.hopper.walk_sums import Sums
 
 # Registers of those that keep the state, of scores and of the loader, by the number of the former.
 REGISTERS = {1: (256, 152, 96), 2: (184, 104, 40)}
+# Of two where they leave terms: nobody beside the loader finds gradients there.
+TWO_WITH_TERMS = 192, 104, 24
 LOADER = 0
 
 
@@ -105,10 +107,11 @@ class Walk(Producer, Consumers, Sums, Logs):
             with cute.arch.elect_one():
                 groups = self.config.groups
                 readers = 4 * (1 + groups)  # warps
-                ring_a = shared.a_full, shared.a_empty, readers * self.config.in_step
+                own = WARP if const_expr(self.config.fading) else 1  # of a warp; of other blocks' one
+                ring_a = shared.a_full, shared.a_empty, readers * (own + self.config.in_step - 1)
                 ring_b = shared.b_full, shared.b_empty, readers * self.config.cluster
-                if const_expr(self.config.sums_logs):  # who sums fills stages of a too
-                    init_rings(self.config.stages, ring_a, loads=2)
+                if const_expr(self.config.fading):  # each lane of the warp that sums fills stages of a too
+                    init_rings(self.config.stages, ring_a, loads=1 + WARP)
                     init_rings(self.config.stages, ring_b)
                 else:
                     init_rings(self.config.stages, ring_a, ring_b)
@@ -267,14 +270,15 @@ class Walk(Producer, Consumers, Sums, Logs):
             first=first,
             segment=segment,
         )
-        state_registers, score_registers, loader_registers = REGISTERS[config.groups]
+        registers = TWO_WITH_TERMS if const_expr(config.terms and config.groups == 2) else REGISTERS[config.groups]
+        state_registers, score_registers, loader_registers = registers
         if warp < 4:
             cute.arch.setmaxregister_decrease(loader_registers)
             if warp == LOADER:
                 self.load(given, a, b, c, x, tma_a, tma_b, tma_c, tma_x)
             elif warp < FINDER:
-                if const_expr(config.sums_logs):
-                    self.sum_logs(given, logs[0])
+                if const_expr(config.fading):
+                    self.sum_logs(given, logs[0], weights)
             elif const_expr(config.finds):
                 self.find_logs(given, warp - FINDER, *logs, scale)
         elif warp < 4 + 4 * config.groups:

@@ -36,7 +36,7 @@ class WalkShared(Fields):
     x: Any
     c_whole: Any
     sums: Any  # address
-    logs: Any  # the same, of sums of logs by stages of a
+    logs: Any  # the same, of what fades, by stages of a: see ``walk_sums``
 
 
 class WalkPart(Fields):

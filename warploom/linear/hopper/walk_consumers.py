@@ -10,25 +10,18 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from warploom.kernels.cute.barriers import WalkBarrier, arrive, wait
-from warploom.kernels.cute.basics import LOG2_E, WARPGROUP
-from warploom.kernels.cute.instructions import exp2, from_bfloat16, ldmatrix_x4, load_shared, pack16, store_matrices
+from warploom.kernels.cute.basics import WARPGROUP
+from warploom.kernels.cute.instructions import exp2, from_bfloat16, ldmatrix_x4, pack16, store_matrices
 from warploom.kernels.cute.rings import advance, release, release_everywhere
 from warploom.kernels.cute.tiles import tma_views, transposed
 from warploom.kernels.cute.wgmma import gemm, words
 from warploom.linear.hopper.config import COLUMNS
+from warploom.linear.hopper.walk_sums import SINCE, SUMS, UNTIL
 from warploom.linear.hopper.walk_terms import Terms
 
 OUT_BARRIERS = 2  # OUT_FREE and OUT_WRITTEN, which the next warpgroup's follow
 SLICES = 4  # of 16 head dims of the state that are rounded together
 AT_ONCE = 4  # states of segments that are loaded before they are added: each waits for memory as long as all of them
-# Below it e^x is 0 in fp32: logs are held to it, -inf too, so that no difference of sums is inf - inf.
-LEAST = -128.0
-
-
-@cute.jit
-def held(log):
-    """``log``, NaN too, or LEAST where it is less."""
-    return Float32(LEAST) if log < LEAST else log
 
 
 class Consumers(Terms):
@@ -58,27 +51,15 @@ class Consumers(Terms):
         row, column = warp * 16 + lane // 4, lane % 4 * 2
         matrix = lane // 8
         line = warp * 16 + matrix % 2 * 8 + lane % 8
-        log = self.log_of_head(given, weights)
-        ahead = cute.make_rmem_tensor(2, Float32)
-        if const_expr(config.fading and not config.sums_logs):
-            self.load_ahead(given, weights, ahead, 0, log, lane)
         stage, phase = Int32(0), Int32(0)
         for t in cutlass.range(given.chunks, unroll=1):
             token = self.chunk_at(t, given) * config.chunk + lane
             weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
-            if const_expr(config.fading and not config.sums_logs):
-                weight = [ahead[0], ahead[1]]
-                self.load_ahead(given, weights, ahead, t + 1, log, lane)
-            elif const_expr(config.weighted):
+            if const_expr(config.weighted):
                 weight = self.load_pair(given, weights, token)
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, token)
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
-            if const_expr(config.sums_logs):
-                weight = self.sums_of(shared, stage, lane)
-            if const_expr(config.fading):
-                half = weight[0] if warp < 2 else weight[1]
-                own_sums = [cute.arch.shuffle_sync(half, row % 32 + 8 * r) for r in range(2)]
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             gemm(mma, acc, left[None, None, None, stage], right[None, None, None, stage], False)
             if const_expr(config.meets):
@@ -86,7 +67,10 @@ class Consumers(Terms):
                 cute.arch.mbarrier_wait(shared.c_full + stage, phase)
                 gemm(mma, met, left_met[None, None, None, stage], right_met[None, None, None, stage], False)
             warpgroup.wait_group(0)
-            release_everywhere(shared.a_empty + stage, config.in_step)
+            if const_expr(config.fading):
+                weight = self.of_chunk(shared, stage, SUMS, lane)
+                own_sums = [self.of_one(shared, stage, SUMS, row + 8 * r) for r in range(2)]
+            self.release_a(shared.a_empty + stage)
             release_everywhere(shared.b_empty + stage, config.cluster)
             if const_expr(config.meets):
                 release(shared.c_empty + stage)
@@ -159,31 +143,45 @@ class Consumers(Terms):
         sums.fill(0.0)
         before = cute.make_rmem_tensor(2, Float32)  # the same of all tokens
         before.fill(0.0)
-        log = self.log_of_head(given, weights)
-        ahead = cute.make_rmem_tensor(2, Float32)
-        if const_expr(config.fading and not config.sums_logs):
-            self.load_ahead(given, weights, ahead, 0, log, lane)
         stage, phase = Int32(0), Int32(0)
         c_stage, c_phase = Int32(0), Int32(0)
+        # Of the rows of c, and of what they take of the state.
+        weights_of, factors_of = (SINCE, UNTIL) if const_expr(config.reverse) else (UNTIL, SINCE)
         arrive(WalkBarrier.P_TAKEN, self.consumers)
         for t in cutlass.range(given.chunks, unroll=1):
             n = self.chunk_at(t, given)
             weight, taken = [Float32(1.0), Float32(1.0)], [Float32(0.0), Float32(0.0)]
-            if const_expr(config.fading and not config.sums_logs):
-                weight = [ahead[0], ahead[1]]
-                self.load_ahead(given, weights, ahead, t + 1, log, lane)
-            elif const_expr(config.weighted):
+            if const_expr(config.weighted):
                 weight = self.load_pair(given, weights, n * config.chunk + lane)
             if const_expr(config.biased):
                 taken = self.load_pair(given, bias, n * config.chunk + lane)
             cute.arch.mbarrier_wait(shared.a_full + stage, phase)
-            if const_expr(config.sums_logs):
-                weight = self.sums_of(shared, stage, lane)
+            if const_expr(config.fades_ahead):
+                weight, factors = self.of_chunk(shared, stage, weights_of, lane), self.of_chunk(shared, stage, factors_of, lane)
             self.gemm_inter(mma_inter, acc, state, operands, queries[None, None, None, stage])
-            if const_expr(config.fading):
-                x_tile = tiles + stage * (config.groups * config.chunk * COLUMNS)
-                weight, dots = self.fade(given, acc, state, weight, (x_tile, stage, phase), lane)
-            cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
+            address = source + c_stage * (2 * config.groups * config.chunk * COLUMNS)
+            if const_expr(config.fading):  # under the product with the state
+                warpgroup.commit_group()
+                self.fade(given, state, stage)
+                if const_expr(config.early_values):
+                    cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
+                    weight = self.of_chunk(shared, stage, weights_of, lane)
+                    self.take_values(words(weighed), address, weight, taken, sums, lane)
+                if const_expr(not config.fades_ahead):
+                    factors = self.of_chunk(shared, stage, factors_of, lane)
+                if const_expr(config.terms):
+                    x_tile = tiles + stage * (config.groups * config.chunk * COLUMNS)
+                    x_words = self.weigh_x(given, factors, (x_tile, stage, phase), lane)
+                warpgroup.wait_group(0)
+                if const_expr(config.terms):
+                    factors = self.of_chunk(shared, stage, factors_of, lane)  # again: no registers are left to keep them
+                    dots = self.dots(acc, x_words, lane)
+                for i in cutlass.range_constexpr(cute.size(acc)):
+                    acc[i] = acc[i] * factors[i // 4 * 2 + i % 2]
+                if const_expr(not (config.early_values or config.fades_ahead)):
+                    weight = self.of_chunk(shared, stage, weights_of, lane)
+            if const_expr(not config.early_values):
+                cute.arch.mbarrier_wait(shared.c_full + c_stage, c_phase)
             left = values[None, None, None, c_stage * config.groups + group]
             wait(WalkBarrier.P_READY, self.consumers)
             gemm(mma_intra, acc, left, p, True)
@@ -191,8 +189,8 @@ class Consumers(Terms):
                 for r in cutlass.range_constexpr(2):
                     before[r] = cute.arch.warp_reduction_sum(sums[r], threads_in_group=4)
             if const_expr(config.weighs_rows):
-                address = source + c_stage * (2 * config.groups * config.chunk * COLUMNS)
-                self.take_values(words(weighed), address, weight, taken, sums, lane)
+                if const_expr(not config.early_values):
+                    self.take_values(words(weighed), address, weight, taken, sums, lane)
                 left = weighed
             cute.arch.mbarrier_wait(shared.b_full + stage, phase)
             gemm(mma_update, state, left, keys[None, None, None, stage], True)
@@ -200,7 +198,7 @@ class Consumers(Terms):
                 self.leave_dots(given, dots, group, lane, warp)
             warpgroup.wait_group(1)
             arrive(WalkBarrier.P_TAKEN, self.consumers)
-            release_everywhere(shared.a_empty + stage, config.in_step)
+            self.release_a(shared.a_empty + stage)
             self.finish(acc, weight, before, scale, lane)
             if const_expr(config.wide):
                 self.store_wide(acc, rows, n * config.chunk + lane % 4 * 2, column)
@@ -278,30 +276,11 @@ class Consumers(Terms):
                 warpgroup.commit_group()
 
     @cute.jit
-    def fade(self, given, acc, state, logs, x_place, lane):
-        """Fade the state over a chunk, and what the chunk's tokens take of it.
-
-        Returns weights of the rows of c, a pair a lane, and of ``terms`` this thread's part of x . out.
-        """
-        warpgroup.commit_group()
-        last = cute.arch.shuffle_sync(logs[1], 31)
-        since, until = [exp2(x) for x in logs], [exp2(last - x) for x in logs]
-        kept = exp2(last)
+    def fade(self, given, state, stage):
+        """Fade the state over a chunk."""
+        kept = self.of_one(given.shared, stage, SINCE, self.config.chunk - 1)
         for i in cutlass.range_constexpr(cute.size(state)):
             state[i] = state[i] * kept
-        taken, weights = (until, since) if const_expr(self.config.reverse) else (since, until)
-        factors = [self.of_token(taken, i // 2 * 8 + i % 2, lane) for i in range(self.config.chunk // 4)]
-        dots = None
-        if const_expr(self.config.terms):
-            x_words = self.weigh_x(given, factors, x_place, lane)
-        warpgroup.wait_group(0)
-        if const_expr(self.config.terms):
-            dots = self.dots(acc, x_words, lane)
-        for i in cutlass.range_constexpr(self.config.chunk // 4):
-            for r in cutlass.range_constexpr(2):
-                at = i // 2 * 4 + r * 2 + i % 2
-                acc[at] = acc[at] * factors[i]
-        return weights, dots
 
     @cute.jit
     def finish(self, acc, weight, before, scale, lane):
@@ -324,7 +303,7 @@ class Consumers(Terms):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         wait(WalkBarrier.OUT_FREE, WARPGROUP, OUT_BARRIERS * group)
         if const_expr(self.config.terms):
-            self.store_dots(given, terms, group, warp, n)
+            found = self.sum_dots(given, group, warp)
         for i in cutlass.range_constexpr(self.config.chunk // 16):
             words = [pack16(acc[8 * i + 2 * m], acc[8 * i + 2 * m + 1], self.dtype) for m in range(4)]
             store_matrices(target + i * (16 * 64), words, transposed=True)
@@ -333,6 +312,8 @@ class Consumers(Terms):
         if warp == 0:
             cute.copy(tma.atom, tma.shared[None, group], tma.tiles[None, n])
             cute.arch.cp_async_bulk_commit_group()
+        if const_expr(self.config.terms):
+            self.store_dots(given, terms, found, group, warp, n)
 
     @cute.jit
     def store_wide(self, acc, rows, token, column):
@@ -351,31 +332,17 @@ class Consumers(Terms):
     # For both
 
     @cute.jit
-    def log_of_head(self, given, logs):
-        """The head's one log, in log2, where all its tokens have it."""
-        log = Float32(0.0)
-        if const_expr(self.config.a_head):
-            log = held(logs[given.head]) * LOG2_E
-        return log
-
-    def sums_of(self, shared: Any, stage: Any, lane: Any) -> Any:
-        """Sums of logs of this lane's token of the chunk in a stage and of the one 32 later."""
-        address = shared.logs + stage * (4 * self.config.chunk) + 4 * lane
-        return [load_shared(address, 4 * 32 * i, 1)[0] for i in range(2)]
-
-    @cute.jit
-    def load_ahead(self, given, vectors, pair, t, log, lane):
-        """Sums of logs of this lane's token of step ``t`` and of the one 32 later; past the ends, as they are there.
-
-        A step before their use: products are issued behind what waits for a load.
-        """
-        token = self.chunk_at(t, given) * self.config.chunk + lane
-        for i in cutlass.range_constexpr(2):
-            if const_expr(self.config.a_head):
-                pair[i] = Float32(lane + (1 + 32 * i)) * log
-            else:
-                at = cutlass.max(cutlass.min(token + 32 * i, vectors.shape[2] - 1), 0)
-                pair[i] = vectors[given.batch, given.head, at]
+    def release_a(self, barrier):
+        """This warp has read a stage of a. Where it fades each lane says so: `racecheck` follows who reads by lanes alone."""
+        config = self.config
+        if const_expr(not config.fading):
+            release_everywhere(barrier, config.in_step)
+        else:
+            cute.arch.mbarrier_arrive(barrier)
+            if const_expr(config.in_step > 1):
+                lane, rank = cute.arch.lane_idx(), cute.arch.block_idx_in_cluster()
+                if lane < config.in_step and lane != rank:
+                    cute.arch.mbarrier_arrive(barrier, lane)
 
     @cute.jit
     def load_pair(self, given, vectors, token):
@@ -388,6 +355,11 @@ class Consumers(Terms):
             found.append(value)
         return found
 
-    def of_token(self, pair: Any, place: int, lane: Any) -> Any:
-        """The value of the chunk's token ``place`` past this thread's first column of an accumulator; ``place`` % 8 < 2."""
-        return cute.arch.shuffle_sync(pair[place // 32], place % 32 + lane % 4 * 2)
+    def of_token(self, values: Any, place: int, lane: Any) -> Any:
+        """The value of the chunk's token ``place`` past this thread's first column of an accumulator; ``place`` % 8 < 2.
+
+        ``values``: a pair as of ``load_pair``, or one for each of this thread's columns.
+        """
+        if len(values) > 2:
+            return values[place // 8 * 2 + place % 8]
+        return cute.arch.shuffle_sync(values[place // 32], place % 32 + lane % 4 * 2)

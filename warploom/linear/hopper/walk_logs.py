@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, const_expr
 
 from warploom.kernels.cute.basics import WARP
 from warploom.linear.hopper.walk_base import WalkBase
-from warploom.linear.hopper.walk_terms import pick
+from warploom.linear.hopper.walk_sums import pick
 
 # Warps of the loader's warpgroup, the first one's number; each has every second chunk, which waits for memory about as long as
 # a step takes.

@@ -22,18 +22,13 @@ from cutlass import Float32
 
 from warploom.kernels.cute.instructions import from_bfloat16, ldmatrix_x4, load_shared, pack16, store_shared
 from warploom.linear.hopper.config import COLUMNS
-from warploom.linear.hopper.walk_base import WalkBase
+from warploom.linear.hopper.walk_sums import Sums, pick
 
+STORER = 1  # the warp of a warpgroup that leaves sums
 OWN = 4 * 2 * 32  # bytes of a warp's sums of a chunk
 
 
-@cute.jit
-def pick(condition, a, b):
-    """a if condition else b, of fp32."""
-    return Float32(a) if condition else Float32(b)
-
-
-class Terms(WalkBase):
+class Terms(Sums):
     """What consumers do beside the walk."""
 
     def folded(self, values: Any, lane: Any, bits: tuple[int, ...] = (16, 8, 4)) -> Any:
@@ -77,14 +72,22 @@ class Terms(WalkBase):
         store_shared(given.shared.sums + OWN * (4 * group + warp) + 8 * lane, 0, self.folded(found, lane, (8, 4)))
 
     @cute.jit
-    def store_dots(self, given, terms, group, warp, n):
-        """The sums of a warpgroup's four warps, which have all come here; by one that has no TMA store to wait for."""
-        if warp == 1:
+    def sum_dots(self, given, group, warp):
+        """Sums over a warpgroup's four warps, which have all come here, of two tokens a lane; by one without a TMA store."""
+        found = cute.make_rmem_tensor(2, Float32)
+        if warp == STORER:
+            address = given.shared.sums + OWN * 4 * group + 8 * cute.arch.lane_idx()
+            four = [load_shared(address, OWN * w, 2) for w in range(4)]
+            for e in cutlass.range_constexpr(2):
+                found[e] = (four[0][e] + four[1][e]) + (four[2][e] + four[3][e])
+        return found
+
+    @cute.jit
+    def store_dots(self, given, terms, found, group, warp, n):
+        """Leave them behind the fence of out's tile, which waits for all that was stored before it, to global memory too."""
+        if warp == STORER:
             dots, totals = terms
             lane = cute.arch.lane_idx()
-            address = given.shared.sums + OWN * 4 * group + 8 * lane
-            four = [load_shared(address, OWN * w, 2) for w in range(4)]
-            found = [(four[0][e] + four[1][e]) + (four[2][e] + four[3][e]) for e in range(2)]
             for e in cutlass.range_constexpr(2):
                 token = n * self.config.chunk + 2 * lane + e
                 if token < dots.shape[3]:
