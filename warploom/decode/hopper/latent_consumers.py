@@ -232,7 +232,7 @@ class LatentConsumers(LatentResults):
         first, second = self.factors(work)
         warpgroup.fence()
         for n in cutlass.range_constexpr(PIECES):
-            piece = (n + 4 * role) % 8 if const_expr(n < 8) else n
+            piece = n ^ 4 * role if const_expr(n < 8) else n
             cute.arch.mbarrier_wait(shared.full + (role * PIECES + piece), phase)
             for step in cutlass.range_constexpr(STEPS):
                 at = piece * STEPS + step

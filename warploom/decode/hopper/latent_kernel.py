@@ -199,7 +199,9 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         else:
             cute.arch.setmaxregister_increase(REGISTERS)
             outputs = Outputs(out=out, lse=lse, parts=parts, stats=stats, kept=kept, levels=levels)
-            if warp < LOADER // 2:
+            if const_expr(self.config.few):
+                self.consume(warp // (LOADER // 2), call, outputs, shared, (scores, own, other), multiplier, items)
+            elif warp < LOADER // 2:
                 self.consume(EVEN, call, outputs, shared, (scores, own, other), multiplier, items)
             else:
                 self.consume(ODD, call, outputs, shared, (scores, own, other), multiplier, items)
