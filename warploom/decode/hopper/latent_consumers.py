@@ -175,7 +175,7 @@ class LatentConsumers(LatentResults):
     @cute.jit
     def score_first(self, work, shared, row_block, tile, both, even, odd, fresh, before=None):
         """The even tile is this warpgroup's; then the other one's, if there are both. ``fresh``: they are a split's first."""
-        self.scores(work, shared, even)
+        self.scores(work, shared, even, EVEN)
         if const_expr(both):
             self.begin_if(work, fresh, *before)
         warpgroup.wait_group(0)
@@ -195,7 +195,7 @@ class LatentConsumers(LatentResults):
     def score_second(self, work, shared, row_block, tile, both, even, odd, fresh, before=None):
         """The odd tile is this warpgroup's, if there are both: it is scored before the other one is added."""
         if const_expr(both):
-            self.scores(work, shared, odd)
+            self.scores(work, shared, odd, ODD)
             self.begin_if(work, fresh, *before)
         self.adopt(work, shared, tile)
         gemm(work.mma_other, work.acc, work.p_other, work.v, fresh == 0, EVEN)
@@ -220,19 +220,18 @@ class LatentConsumers(LatentResults):
         """This warp has read a part of a tile, which whoever asks for the next one is to know."""
         release_everywhere(barrier, self.config.cluster)
 
-    def factors(self, work: Any) -> tuple[Any, Any]:
+    def factors(self, work: Any, role: int) -> tuple[Any, Any]:
         """Of S = Q Kᵀ."""
         return work.q, work.k
 
     @cute.jit
-    def scores(self, work, shared, phase):
+    def scores(self, work, shared, phase, role):
         """Issue the scores of the warpgroup's tile, piece by piece as they land: its own half first."""
         atom = cute.make_mma_atom(work.mma_scores.op)
-        role = work.role
-        first, second = self.factors(work)
+        first, second = self.factors(work, role)
         warpgroup.fence()
         for n in cutlass.range_constexpr(PIECES):
-            piece = n ^ 4 * role if const_expr(n < 8) else n
+            piece = (n + 4 * role) % 8 if const_expr(n < 8) else n
             cute.arch.mbarrier_wait(shared.full + (role * PIECES + piece), phase)
             for step in cutlass.range_constexpr(STEPS):
                 at = piece * STEPS + step

@@ -150,9 +150,11 @@ class HopperLatentFew(HopperLatent):
     def add_tile(self, work, shared, tile, more, phase):
         """Add a tile's keys; ``more``: they are not the first ones of the warpgroup's in this split."""
         if work.role == EVEN:
-            self.scores_of(work, shared, phase, EVEN)
+            self.scores(work, shared, phase, EVEN)
+            warpgroup.wait_group(0)
         else:
-            self.scores_of(work, shared, phase, ODD)
+            self.scores(work, shared, phase, ODD)
+            warpgroup.wait_group(0)
         self.weigh(work, shared, tile)
         self.rescale_columns(work)
         if work.role == EVEN:
@@ -160,9 +162,9 @@ class HopperLatentFew(HopperLatent):
         else:
             self.add_values(work, shared, more, ODD)
 
-    def factors(self, work: Any) -> tuple[Any, Any]:
+    def factors(self, work: Any, role: int) -> tuple[Any, Any]:
         """Of Sᵀ = K Qᵀ."""
-        return work.k, work.q
+        return work.k[None, None, None, role], work.q
 
     @cute.jit
     def weigh(self, work, shared, tile):
@@ -246,20 +248,6 @@ class HopperLatentFew(HopperLatent):
         """Multiply O by the corrections."""
         for i in range(NUMBERS):
             work.acc[i] = work.acc[i] * work.correction[owner(i)]
-
-    @cute.jit
-    def scores_of(self, work, shared, phase, role):
-        atom = cute.make_mma_atom(work.mma_scores.op)
-        warpgroup.fence()
-        for n in cutlass.range_constexpr(PIECES):
-            piece = n ^ 4 * role if const_expr(n < 8) else n
-            cute.arch.mbarrier_wait(shared.full + (role * PIECES + piece), phase)
-            for step in cutlass.range_constexpr(4):
-                at = piece * 4 + step
-                atom.set(warpgroup.Field.ACCUMULATE, n + step > 0)
-                cute.gemm(atom, work.acc_s, work.k[None, None, at, role], work.q[None, None, at], work.acc_s)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
     @cute.jit
     def add_values(self, work, shared, more, role):

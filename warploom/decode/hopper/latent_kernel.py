@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync
 from warploom.decode.hopper.latent_base import EVEN, LEVELS, ODD, RADIX_LOG, Call, Shared
 from warploom.decode.hopper.latent_config import FEW_ROWS, HALF, HEAD_DIM, HEAD_DIM_V, PIECE, PIECES, ROWS, THREADS, TILE
 from warploom.decode.hopper.latent_consumers import LatentConsumers
-from warploom.decode.hopper.latent_merge import COLUMN_THREADS, GROUPS, LatentMerge
+from warploom.decode.hopper.latent_merge import COLUMN_THREADS, LatentMerge
 from warploom.decode.hopper.latent_producer import LatentProducer, Loads
 from warploom.decode.hopper.latent_results import Outputs
 from warploom.kernels.cute.basics import LOG2_E, WARP, WARPGROUP
@@ -88,7 +88,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         )  # fmt: skip
         if blocks_log > 0:
             tensors = (out, lse, lengths, parts, stats, kept)
-            for groups in (1, GROUPS):
+            for groups in (1, self.groups()):
                 if (parts_log > RADIX_LOG) == (groups > 1):
                     self.merge_kernel(*tensors, *numbers, groups).launch(
                         grid=[batch * rows * self.shares(groups), 1, 1],
