@@ -42,11 +42,9 @@ class LatentMerge(LatentResults):
         """``groups``: of threads, of which each has a subtree of a row's parts."""
         shares = self.shares(groups)
         threads = COLUMN_THREADS // shares
-        index, thread = cute.arch.block_idx()[0] // shares, cute.arch.thread_idx()[0]
+        batch, thread, row = cute.arch.block_idx()[0] // shares, cute.arch.thread_idx()[0], cute.arch.block_idx()[1]
         group = thread // threads
         column = (cute.arch.block_idx()[0] % shares * threads + thread % threads) * COLUMNS
-        batch = index // call.rows
-        row = index - batch * call.rows
         cut = self.cut(call, batch)
         # Lengths are older than the kernel before, which writes the parts.
         cute.arch.griddepcontrol_wait()
