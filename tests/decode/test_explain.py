@@ -74,7 +74,10 @@ def problem(**changes: Any) -> DecodeProblem:
     ("changes", "words"),
     [
         ({}, "the prefix's whole splits are read once for up to 16 sequences"),
-        ({"batch": 3}, "up to 3 sequences"),
+        ({"batch": 3, "capacity": 16384}, "up to 3 sequences"),
+        ({"batch": 3}, "each sequence reads the prefix itself"),
+        ({"fp8": True, "capacity": 1280}, "each sequence reads the prefix itself"),
+        ({"fp8": True, "capacity": 1408}, "read once for up to 16 sequences"),
         ({"head_dim": 256}, "up to 8 sequences"),
         ({"queries": 16}, "each sequence reads the prefix itself"),
         ({"left": 100}, "each sequence reads the prefix itself"),

@@ -25,6 +25,8 @@ _WALKING = 5
 _SHARING = 264
 # Rows that a merge takes at once where it may have nothing to do: few programs end sooner.
 _MERGING = 1024
+# Bytes of keys and values that a prefix might spare, below which sequences read it themselves. On an H200 [TIMES]
+_LEAST_SPARED = 100 << 20
 # What `share_kernel` is compiled for of the split kernel's constants.
 _SHARE = (
     "T", "HEADS_KV", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "M", "N", "D", "DV", "SPLIT", "MAX_SPLITS", "HALVED", "PAGES", "LEAST",
@@ -285,6 +287,13 @@ def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def worth_sharing(p: DecodeProblem) -> bool:
+    """Whether reading a prefix once may take less time than reading it for each sequence: if all but one share all they hold."""
+    itemsize = 1 if p.fp8 else p.dtype.itemsize
+    spared = (p.batch - 1) * p.capacity * p.heads_kv * (p.head_dim + p.head_dim_v) * itemsize
+    return p.device != "cuda" or spared >= _LEAST_SPARED
+
+
 def _shared_blocks(s: Shape | DecodeProblem, c: Config, rows: int, bias: str) -> int:
     """Tiles of rows that one program takes of a split that neighbours share; 0 where the call does not look for one.
 
@@ -306,7 +315,7 @@ def described(problem: DecodeProblem) -> str:
     words = f"{short}, longer ones past {c.split * c.max_splits}, {c.block_m} rows × {c.block_n} keys a tile"
     if not p.prefix:
         return words
-    blocks = _shared_blocks(p, c, rows, p.bias) if p.capacity > c.split else 0
+    blocks = _shared_blocks(p, c, rows, p.bias) if p.capacity > c.split and worth_sharing(p) else 0
     if not blocks:
         return f"{words}; each sequence reads the prefix itself"
     return f"{words}; the prefix's whole splits are read once for up to {min(blocks * c.block_m // rows, p.batch)} sequences"
