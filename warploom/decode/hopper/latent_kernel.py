@@ -81,8 +81,8 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         items = batch * row_blocks << blocks_log
         numbers = (left, right, capacity, page_shift, least, most_log, blocks_log, parts_log, levels)
         self.kernel(
-            q, k, out, lse, lengths, table, parts, stats, kept, tma_q, tma_k, scores, own, other, layout_q, layout_k, loads, q_loads,
-            scale * LOG2_E, *numbers, items,
+            q, k, out, lse, lengths, table, parts, stats, kept, tma_q, tma_k, scores, own, other, layout_q, layout_k, loads,
+            q_loads, scale * LOG2_E, *numbers, items,
         ).launch(
             grid=[cutlass.min(items, blocks), 1, 1], block=[THREADS + WARPGROUP, 1, 1], stream=stream, use_pdl=True,
             min_blocks_per_mp=1, cluster=[config.cluster, 1, 1],

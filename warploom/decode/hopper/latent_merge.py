@@ -68,7 +68,7 @@ class LatentMerge(LatentResults):
                     for g in cutlass.range_constexpr(first + 1, first + GROUPS):
                         if Int32(g) << each_log < count:
                             add(parts[first], parts[g])
-                    if const_expr(first > 0):
+                    if const_expr(first > 0):  # noqa: SIM102 (const_expr)
                         if Int32(first) << each_log < count:
                             add(parts[0], parts[first])
                 self.store_columns(call, outputs, parts[0], batch, row, column)

@@ -1,4 +1,7 @@
-"""The four warps that ask for queries and tiles of keys, each for every fourth piece. Imports the CuTe DSL; only what compiles kernels imports this module."""
+"""The four warps that ask for queries and tiles of keys, each for every fourth piece.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def _processors(device: int) -> int:
 
 
 def worth_sharing(p: DecodeProblem) -> bool:
-    """Whether reading a prefix once may take less time than reading it for each sequence: if all but one share all they hold."""
+    """Whether reading a prefix once may take less time, if all sequences share all that they can hold."""
     itemsize = 1 if p.fp8 else p.dtype.itemsize
     spared = (p.batch - 1) * p.capacity * p.heads_kv * (p.head_dim + p.head_dim_v) * itemsize
     return p.device != "cuda" or spared >= _LEAST_SPARED
