@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.decode.hopper.latent_base import EVEN, LEVELS, ODD, RADIX_LOG, Call, Shared
+from warploom.decode.hopper.latent_base import LEVELS, RADIX_LOG, Call, Shared
 from warploom.decode.hopper.latent_config import FEW_ROWS, HALF, HEAD_DIM, HEAD_DIM_V, PIECE, PIECES, ROWS, THREADS, TILE
 from warploom.decode.hopper.latent_consumers import LatentConsumers
 from warploom.decode.hopper.latent_merge import COLUMN_THREADS, LatentMerge
@@ -201,12 +201,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         else:
             cute.arch.setmaxregister_increase(REGISTERS)
             outputs = Outputs(out=out, lse=lse, parts=parts, stats=stats, kept=kept, levels=levels)
-            if const_expr(self.config.few):
-                self.consume(warp // (LOADER // 2), call, outputs, shared, (scores, own, other), multiplier, items)
-            elif warp < LOADER // 2:
-                self.consume(EVEN, call, outputs, shared, (scores, own, other), multiplier, items)
-            else:
-                self.consume(ODD, call, outputs, shared, (scores, own, other), multiplier, items)
+            self.consume(warp // (LOADER // 2), call, outputs, shared, (scores, own, other), multiplier, items)
         if const_expr(self.config.pair):
             meet(2)  # the other block may still send and tell this one something
 
