@@ -13,7 +13,7 @@ from warploom.bias import ALiBi
 from warploom.decode.api import decode
 from warploom.decode.arguments import decode_args
 from warploom.decode.cache import KVCache, PagedKVCache
-from warploom.decode.triton import launch, plan
+from warploom.decode.triton import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu_memory")]
 
@@ -23,7 +23,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 @pytest.fixture(autouse=True)
 def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small a cache is."""
-    monkeypatch.setattr(plan, "_LEAST_SPARED", 0)
+    monkeypatch.setattr(launch, "worth_sharing", lambda _: True)
 
 
 def drawn(lengths: list[int], common: list[int], **changes: Any) -> Alike:

@@ -399,7 +399,7 @@ def run(p: DecodeProblem, given: dict[str, Any], backend: str) -> dict[str, Tens
     if p.prefix:
         hint = cache.shared_prefix() if p.prefix == "found" else _common(p) * p.page_size
         # However small the cache is.
-        with patch("warploom.decode.triton.plan._LEAST_SPARED", 0) if backend == "triton" else nullcontext():
+        with patch("warploom.decode.triton.launch.worth_sharing", lambda _: True) if backend == "triton" else nullcontext():
             shared = decode(given["q"], cache, return_lse=True, prefix=hint, **options)
         found["prefix"] = either([(shared[0], found["out"]), (shared[1], found["lse"])])
     if p.invariant:

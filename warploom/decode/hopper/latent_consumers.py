@@ -108,8 +108,8 @@ class LatentConsumers(LatentResults):
     def add_tiles(self, score, work, outputs, shared, row_block, begin, end, even, odd, waits):
         """Add a split's tiles, in pairs and the last one alone; ``score``: what this warpgroup does of each."""
         for pair in cutlass.range((end - begin) // 2, unroll=1):
-            before = outputs, waits
-            score(work, shared, row_block, begin + 2 * pair, True, even ^ pair & 1, odd ^ pair & 1, choose(pair == 0, 1, 0), before)
+            turns, fresh = pair & 1, choose(pair == 0, 1, 0)
+            score(work, shared, row_block, begin + 2 * pair, True, even ^ turns, odd ^ turns, fresh, (outputs, waits))
         if (end - begin) % 2 == 1:
             turns = end - begin >> 1 & 1
             score(work, shared, row_block, end - 1, False, even ^ turns, odd ^ turns, choose(end - begin < 2, 1, 0))
