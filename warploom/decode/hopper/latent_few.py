@@ -40,7 +40,7 @@ WARPS = THREADS // WARP
 class FewWork(Fields):
     """What a thread works on, and what it keeps."""
 
-    role: Any  # EVEN or ODD, by which no code differs: a split's instructions are fetched once
+    role: Any  # EVEN or ODD: all but products, whose addresses are constants, are the same instructions, fetched once
     mma_scores: Any
     mma_values: Any
     k: Any
