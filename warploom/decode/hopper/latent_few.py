@@ -40,7 +40,7 @@ WARPS = THREADS // WARP
 class FewWork(Fields):
     """What a thread works on, and what it keeps."""
 
-    role: int  # EVEN or ODD
+    role: Any  # EVEN or ODD: all but products, whose addresses are constants, are the same instructions, fetched once
     mma_scores: Any
     mma_values: Any
     k: Any
@@ -48,7 +48,7 @@ class FewWork(Fields):
     v: Any
     p: Any
     acc_s: Any
-    acc: Any  # Oᵀ: (4, 2), of each 64 columns
+    acc: Any  # Oᵀ: (4, 2), of each 64 columns, those that this warpgroup keeps first
     reference: Any  # of its four rows, in log2 units
     row_sum: Any  # of this thread's keys
     correction: Any
@@ -110,7 +110,7 @@ class HopperLatentFew(HopperLatent):
                     if index + 1 == count:
                         self.store_half(work, call, outputs, place, n >> part_log)
 
-    def few_work(self, role: int, call: Any, shared: Any, mmas: Any, multiplier: Any) -> FewWork:
+    def few_work(self, role: Any, call: Any, shared: Any, mmas: Any, multiplier: Any) -> FewWork:
         """What a thread keeps of all."""
         mma_scores, mma_values, _ = mmas
         scores, values = mma_scores.get_slice(0), mma_values.get_slice(0)
@@ -119,10 +119,10 @@ class HopperLatentFew(HopperLatent):
             role=role,
             mma_scores=mma_scores,
             mma_values=mma_values,
-            k=mma_scores.make_fragment_A(scores.partition_A(shared.k))[None, None, None, role],
+            k=mma_scores.make_fragment_A(scores.partition_A(shared.k)),
             q=mma_scores.make_fragment_B(scores.partition_B(shared.q))[None, None, None, 0],
-            v=mma_values.make_fragment_A(values.partition_A(shared.v))[None, None, None, role],
-            p=mma_values.make_fragment_B(values.partition_B(shared.p))[None, None, None, role],
+            v=mma_values.make_fragment_A(values.partition_A(shared.v)),
+            p=mma_values.make_fragment_B(values.partition_B(shared.p)),
             acc_s=mma_scores.make_fragment_C(scores.partition_shape_C((TILE, FEW_ROWS))),
             acc=mma_values.make_fragment_C(values.partition_shape_C((HEAD_DIM_V, FEW_ROWS))),
             reference=cute.make_rmem_tensor(OWNED, Float32),
@@ -149,15 +149,22 @@ class HopperLatentFew(HopperLatent):
     @cute.jit
     def add_tile(self, work, shared, tile, more, phase):
         """Add a tile's keys; ``more``: they are not the first ones of the warpgroup's in this split."""
-        self.scores(work, shared, phase)
-        warpgroup.wait_group(0)
+        if work.role == EVEN:
+            self.scores(work, shared, phase, EVEN)
+            warpgroup.wait_group(0)
+        else:
+            self.scores(work, shared, phase, ODD)
+            warpgroup.wait_group(0)
         self.weigh(work, shared, tile)
         self.rescale_columns(work)
-        self.add_values(work, shared, more)
+        if work.role == EVEN:
+            self.add_values(work, shared, more, EVEN)
+        else:
+            self.add_values(work, shared, more, ODD)
 
-    def factors(self, work: Any) -> tuple[Any, Any]:
+    def factors(self, work: Any, role: int) -> tuple[Any, Any]:
         """Of Sᵀ = K Qᵀ."""
-        return work.k, work.q
+        return work.k[None, None, None, role], work.q
 
     @cute.jit
     def weigh(self, work, shared, tile):
@@ -243,7 +250,7 @@ class HopperLatentFew(HopperLatent):
             work.acc[i] = work.acc[i] * work.correction[owner(i)]
 
     @cute.jit
-    def add_values(self, work, shared, more):
+    def add_values(self, work, shared, more, role):
         """Oᵀ += Vᵀ Pᵀ; half of the tile is free for the next one before the other half is."""
         atom = cute.make_mma_atom(work.mma_values.op)
         warpgroup.fence()
@@ -251,14 +258,14 @@ class HopperLatentFew(HopperLatent):
             for step in cutlass.range_constexpr(TILE // 16):
                 atom.set(warpgroup.Field.ACCUMULATE, (more > 0) if const_expr(step == 0) else True)
                 for n in cutlass.range_constexpr(4):
-                    m = 4 * (work.role ^ side) + n
-                    acc = one_tile(work.acc[None, m, 0], 2)
-                    cute.gemm(atom, acc, one_tile(work.v[None, m, step], 1), work.p[None, None, step], acc)
+                    acc = one_tile(work.acc[None, 4 * side + n, 0], 2)
+                    values = one_tile(work.v[None, 4 * (role ^ side) + n, step, role], 1)
+                    cute.gemm(atom, acc, values, work.p[None, None, step, role], acc)
             warpgroup.commit_group()
         warpgroup.wait_group(1)
-        release(shared.empty + (2 * work.role + OWN))
+        release(shared.empty + (2 * role + OWN))
         warpgroup.wait_group(0)
-        release(shared.empty + (2 * work.role + OTHER))
+        release(shared.empty + (2 * role + OTHER))
 
     # The end of a split
 
@@ -280,7 +287,7 @@ class HopperLatentFew(HopperLatent):
                     store(references + (role * FEW_ROWS + at), work.reference[2 * j], work.reference[2 * j + 1])
         mine = shared.exchange + (role * HALF_NUMBERS * WARPGROUP + work.thread * 4)
         for i in cutlass.range_constexpr(HALF_NUMBERS // 4):
-            store(mine + i * (4 * WARPGROUP), *(work.acc[other * HALF_NUMBERS + 4 * i + c] for c in range(4)))
+            store(mine + i * (4 * WARPGROUP), *(work.acc[HALF_NUMBERS + 4 * i + c] for c in range(4)))
         wait(LatentBarrier.SUMMED, THREADS)
         own = cute.make_rmem_tensor(OWNED, Float32)  # what both O are multiplied by
         for j in cutlass.range_constexpr(2):
@@ -292,18 +299,19 @@ class HopperLatentFew(HopperLatent):
                 u = 2 * j + c
                 new = cute.arch.fmax(before[c], after[c])
                 safe = finite(new)
-                factors = [exp2(before[c] - safe), exp2(after[c] - safe)]
+                first, second = exp2(before[c] - safe), exp2(after[c] - safe)
                 even = (found[0][c] + found[1][c]) + (found[2][c] + found[3][c])
                 odd = (found[4][c] + found[5][c]) + (found[6][c] + found[7][c])
                 work.reference[u] = new
-                work.row_sum[u] = joined_sum(factors[EVEN], even, factors[ODD], odd)
-                own[u], work.correction[u] = factors[role], factors[other]
+                work.row_sum[u] = joined_sum(first, even, second, odd)
+                own[u] = first if role == EVEN else second
+                work.correction[u] = second if role == EVEN else first
         theirs = shared.exchange + (other * HALF_NUMBERS * WARPGROUP + work.thread * 4)
         for i in cutlass.range_constexpr(HALF_NUMBERS // 4):
             four = load(theirs + i * (4 * WARPGROUP), 4)
             for c in cutlass.range_constexpr(4):
                 n, u = 4 * i + c, owner(4 * i + c)
-                work.half[n] = joined_sum(own[u], work.acc[role * HALF_NUMBERS + n], work.correction[u], four[c])
+                work.half[n] = joined_sum(own[u], work.acc[n], work.correction[u], four[c])
         wait(LatentBarrier.SUMMED, THREADS)  # all is read, and may be overwritten
 
     @cute.jit

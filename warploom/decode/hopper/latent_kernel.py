@@ -19,10 +19,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from warploom.decode.hopper.latent_base import EVEN, LEVELS, ODD, RADIX_LOG, Call, Shared
+from warploom.decode.hopper.latent_base import LEVELS, RADIX_LOG, Call, Shared
 from warploom.decode.hopper.latent_config import FEW_ROWS, HALF, HEAD_DIM, HEAD_DIM_V, PIECE, PIECES, ROWS, THREADS, TILE
 from warploom.decode.hopper.latent_consumers import LatentConsumers
-from warploom.decode.hopper.latent_merge import COLUMN_THREADS, GROUPS, LatentMerge
+from warploom.decode.hopper.latent_merge import COLUMN_THREADS, LatentMerge
 from warploom.decode.hopper.latent_producer import LatentProducer, Loads
 from warploom.decode.hopper.latent_results import Outputs
 from warploom.kernels.cute.basics import LOG2_E, WARP, WARPGROUP
@@ -72,7 +72,8 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         layout_q = tile_layout(self.dtype, (self.rows, HEAD_DIM), 1, PIECE)
         layout_k = tile_layout(self.dtype, (TILE, HEAD_DIM), SLOTS, PIECE)
         loads = tile_layout(self.dtype, (config.box, PIECE), SLOTS * PIECES * config.boxes, PIECE)
-        tma_q, q = tma_load(q, layout_q, (self.rows, HEAD_DIM))
+        q_loads = tile_layout(self.dtype, (self.rows, PIECE), PIECES, PIECE)
+        tma_q, q = tma_load(q, q_loads, (self.rows, PIECE))
         tma_k, k = tma_load(k, loads, (config.box, PIECE), config.pair)
         scores, own, other = self.products()
         batch, rows = out.shape[0], out.shape[1]
@@ -81,17 +82,17 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         numbers = (left, right, capacity, page_shift, least, most_log, blocks_log, parts_log, levels)
         self.kernel(
             q, k, out, lse, lengths, table, parts, stats, kept, tma_q, tma_k, scores, own, other, layout_q, layout_k, loads,
-            scale * LOG2_E, *numbers, items,
+            q_loads, scale * LOG2_E, *numbers, items,
         ).launch(
             grid=[cutlass.min(items, blocks), 1, 1], block=[THREADS + WARPGROUP, 1, 1], stream=stream, use_pdl=True,
             min_blocks_per_mp=1, cluster=[config.cluster, 1, 1],
         )  # fmt: skip
         if blocks_log > 0:
             tensors = (out, lse, lengths, parts, stats, kept)
-            for groups in (1, GROUPS):
+            for groups in (1, self.groups()):
                 if (parts_log > RADIX_LOG) == (groups > 1):
                     self.merge_kernel(*tensors, *numbers, groups).launch(
-                        grid=[batch * rows * self.shares(groups), 1, 1],
+                        grid=[batch * self.shares(groups), rows, 1],
                         block=[groups * COLUMN_THREADS // self.shares(groups), 1, 1], stream=stream, use_pdl=True,
                     )  # fmt: skip
 
@@ -121,6 +122,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         layout_q: cute.ComposedLayout,
         layout_k: cute.ComposedLayout,
         loads: cute.ComposedLayout,
+        q_loads: cute.ComposedLayout,
         multiplier: Float32,
         left: Int32,
         right: Int32,
@@ -168,6 +170,7 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
             weights=spare,
             exchange=cute.recast_ptr(spare + SLOTS * FEW_ROWS * TILE, dtype=Float32),
             loads=placed(storage.k, loads),
+            q_loads=placed(storage.q, q_loads),
             start=storage.k.data_ptr(),
             references=storage.references.get_tensor(cute.make_layout(SLOTS * ROWS)),
             sums=storage.sums.get_tensor(cute.make_layout((ROWS, 2, 2))),
@@ -194,15 +197,11 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         call = self.call(out, lse, lengths, table, left, right, capacity, page_shift, pages, *cuts)
         if warp >= LOADER:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            if warp == LOADER:
-                self.produce(call, shared, Loads(q=q, k=k, tma_q=tma_q, tma_k=tma_k), items)
+            self.produce(warp - LOADER, call, shared, Loads(q=q, k=k, tma_q=tma_q, tma_k=tma_k), items)
         else:
             cute.arch.setmaxregister_increase(REGISTERS)
             outputs = Outputs(out=out, lse=lse, parts=parts, stats=stats, kept=kept, levels=levels)
-            if warp < LOADER // 2:
-                self.consume(EVEN, call, outputs, shared, (scores, own, other), multiplier, items)
-            else:
-                self.consume(ODD, call, outputs, shared, (scores, own, other), multiplier, items)
+            self.consume(warp // (LOADER // 2), call, outputs, shared, (scores, own, other), multiplier, items)
         if const_expr(self.config.pair):
             meet(2)  # the other block may still send and tell this one something
 
@@ -233,8 +232,9 @@ class HopperLatent(LatentProducer, LatentConsumers, LatentMerge):
         """What all blocks work on."""
         page_shift, pages, least, most_log, blocks_log, parts_log = rest
         heads, queries, rows = lse.shape[1], lse.shape[2], out.shape[1]
+        row_blocks = 1 if const_expr(self.config.few) else cute.ceil_div(rows, self.rows)
         return Call(
             lengths=lengths, table=table, left=left, right=right, capacity=capacity, page_shift=page_shift, pages=pages,
-            queries=queries, heads=heads, rows=rows, row_blocks=cute.ceil_div(rows, self.rows), least=least, most_log=most_log,
+            queries=queries, heads=heads, rows=rows, row_blocks=row_blocks, least=least, most_log=most_log,
             blocks_log=blocks_log, parts_log=parts_log,
         )  # fmt: skip

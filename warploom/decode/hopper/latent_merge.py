@@ -19,6 +19,7 @@ COLUMNS = 4  # of a thread
 COLUMN_THREADS = HEAD_DIM_V // COLUMNS
 FEW_SHARES = 4  # blocks that put together a row where rows are few and parts many
 GROUPS = 1 << RADIX_LOG  # of threads, where the parts of a row are more than one group adds up
+FEW_GROUPS = GROUPS << RADIX_LOG  # of a quarter as many threads: each loads its parts at once
 GROUP_LOG = 2 * RADIX_LOG  # a group has up to 2^this parts: of up to 16 parts 4, or else 16
 AHEAD = 2 << RADIX_LOG  # parts that are loaded before the first is used
 REFERENCE, SUMS = COLUMNS, (COLUMNS + 1, COLUMNS + 2)
@@ -32,16 +33,18 @@ class LatentMerge(LatentResults):
         """Blocks of a row."""
         return FEW_SHARES if self.config.few and groups > 1 else 1
 
+    def groups(self) -> int:
+        """Of threads, where the parts of a row are more than one group adds up."""
+        return FEW_GROUPS if self.config.few else GROUPS
+
     @cute.jit
     def merge(self, call, outputs, groups):
         """``groups``: of threads, of which each has a subtree of a row's parts."""
         shares = self.shares(groups)
         threads = COLUMN_THREADS // shares
-        index, thread = cute.arch.block_idx()[0] // shares, cute.arch.thread_idx()[0]
+        batch, thread, row = cute.arch.block_idx()[0] // shares, cute.arch.thread_idx()[0], cute.arch.block_idx()[1]
         group = thread // threads
         column = (cute.arch.block_idx()[0] % shares * threads + thread % threads) * COLUMNS
-        batch = index // call.rows
-        row = index - batch * call.rows
         cut = self.cut(call, batch)
         # Lengths are older than the kernel before, which writes the parts.
         cute.arch.griddepcontrol_wait()
@@ -49,23 +52,30 @@ class LatentMerge(LatentResults):
         count = Int32(1) << cut.log - cut.part_log
         row_block = row // self.rows
         first = batch * call.row_blocks + row_block << call.parts_log
-        each_log = choose(count > GROUPS << RADIX_LOG, GROUP_LOG, RADIX_LOG)
+        each_log = Int32(RADIX_LOG)
+        if const_expr(groups <= GROUPS):
+            each_log = choose(count > GROUPS << RADIX_LOG, GROUP_LOG, RADIX_LOG)
         begin = group << each_log
         place = Int64(first + begin) * self.rows + (row - row_block * self.rows)
-        own = self.subtree(outputs, place, cutlass.min(count - begin, Int32(1) << each_log), column)
+        own = self.subtree(outputs, place, cutlass.min(count - begin, Int32(1) << each_log), column, groups)
         if const_expr(groups == 1):
             self.store_columns(call, outputs, own, batch, row, column)
         else:
-            parts = self.exchange(own, group, column, groups, thread % threads == 0)
+            columns, stats = self.leave(own, group, column, groups, thread % threads == 0)
             if group == 0:
-                for g in cutlass.range_constexpr(1, groups):
-                    if Int32(g) << each_log < count:
-                        add(parts[0], parts[g])
+                parts = self.left(columns, stats, column, groups)
+                for first in cutlass.range_constexpr(0, groups, GROUPS):
+                    for g in cutlass.range_constexpr(first + 1, first + GROUPS):
+                        if Int32(g) << each_log < count:
+                            add(parts[first], parts[g])
+                    if const_expr(first > 0):  # noqa: SIM102 (const_expr)
+                        if Int32(first) << each_log < count:
+                            add(parts[0], parts[first])
                 self.store_columns(call, outputs, parts[0], batch, row, column)
 
     @cute.jit
-    def exchange(self, own, group, column, groups, first):
-        """Of some columns the parts of all groups; ``first``: a thread of each."""
+    def leave(self, own, group, column, groups, first):
+        """A group's part of some columns into shared memory; ``first``: a thread of each group."""
 
         @cute.struct
         class Storage:
@@ -73,16 +83,21 @@ class LatentMerge(LatentResults):
             stats: cute.struct.MemRange[Float32, groups * 3]
 
         storage = cutlass.utils.SmemAllocator().allocate(Storage)
-        stats = storage.stats.get_tensor(cute.make_layout((3, groups)))
-        self.copy_columns(own, storage.columns.data_ptr() + (group * HEAD_DIM_V + column))
+        columns, stats = storage.columns.data_ptr(), storage.stats.get_tensor(cute.make_layout((3, groups)))
+        self.copy_columns(own, columns + (group * HEAD_DIM_V + column))
         if first:
             for i in cutlass.range_constexpr(3):
                 stats[i, group] = own[COLUMNS + i]
         cute.arch.sync_threads()
+        return columns, stats
+
+    @cute.jit
+    def left(self, columns, stats, column, groups):
+        """Of some columns the parts of all groups."""
         parts = [cute.make_rmem_tensor(PART, Float32) for _ in range(groups)]
         for g in cutlass.range_constexpr(groups):
             four = cute.make_rmem_tensor(COLUMNS, Float32)
-            source = storage.columns.data_ptr() + (g * HEAD_DIM_V + column)
+            source = columns + (g * HEAD_DIM_V + column)
             cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(COLUMNS)), four)
             for c in cutlass.range_constexpr(COLUMNS):
                 parts[g][c] = four[c]
@@ -91,19 +106,20 @@ class LatentMerge(LatentResults):
         return parts
 
     @cute.jit
-    def subtree(self, outputs, place, count, column):
+    def subtree(self, outputs, place, count, column, groups):
         """The first ``count`` parts added up; where there are none, anything."""
         result = cute.make_rmem_tensor(PART, Float32)
         result.fill(0.0)
         four = 1 << RADIX_LOG
-        for chunk in cutlass.range_constexpr(0, 1 << GROUP_LOG, AHEAD):
+        most, ahead = (four, four) if const_expr(groups > GROUPS) else (1 << GROUP_LOG, AHEAD)
+        for chunk in cutlass.range_constexpr(0, most, ahead):
             if chunk < count:
-                parts = [cute.make_rmem_tensor(PART, Float32) for _ in range(AHEAD)]
-                for i in cutlass.range_constexpr(AHEAD):
+                parts = [cute.make_rmem_tensor(PART, Float32) for _ in range(ahead)]
+                for i in cutlass.range_constexpr(ahead):
                     parts[i].fill(0.0)
                     if chunk + i < count:
                         self.load_part(outputs, parts[i], place + Int64(chunk + i) * self.rows, column)
-                for i in cutlass.range_constexpr(0, AHEAD, four):
+                for i in cutlass.range_constexpr(0, ahead, four):
                     for j in cutlass.range_constexpr(1, four):
                         if chunk + i + j < count:
                             add(parts[i], parts[i + j])

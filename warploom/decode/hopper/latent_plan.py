@@ -14,10 +14,9 @@ from warploom.decode.hopper.plan import DTYPES
 # 30, 42 and 42 for one of 8192, 35, 35 and 53 of 6144. FlashInfer takes 141 for 64 of 4096 and 30 for one of 8192.
 LEAST = 8
 # With few rows, where a split's end costs no global memory. Of 16 heads on an H200, 2, 4 and 8 take 18.6, 19.0 and 22.1 us for
-# one sequence of 8192 keys, 162, 156 and 155 for 64, and 205, 181 and 176 for 64 of 4096 to 12160, where Triton takes 186.
+# one sequence of 8192 keys, 162, 156 and 155 for 64, and 205, 181 and 176 for 64 of 4096 to 12160, where Triton takes 186. With
+# fewer instructions 2 and 4 take 15.5 and 17.5, 150 and 151, 206 and 180, and 22.1 and 17.9 for 16 of 1024.
 FEW_LEAST = 4
-# Queries × heads from which on it runs unasked, and up to FEW_ROWS: there it was faster than Triton throughout, between not.
-LEAST_ROWS = 64
 MOST_LOG = 6  # a sequence has up to 2^6 splits
 LEAST_BOX = 8  # keys of a page, at least
 BOXES = (64, 16, 8)
@@ -49,11 +48,6 @@ def pairs(queries: int, heads: int) -> bool:
 def few(queries: int, heads: int) -> bool:
     """Whether a sequence's rows are the columns of products, of which wgmma takes as few as there are."""
     return True if queries * heads <= FEW_ROWS else False  # noqa: SIM210 - as above
-
-
-def unasked(queries: int, heads: int) -> bool:
-    """Whether it runs where nobody asks for it."""
-    return few(queries, heads) or queries * heads >= LEAST_ROWS
 
 
 def blocks_log(units: int, tiles: int, processors: int) -> int:

@@ -1,4 +1,7 @@
-"""The warp that asks for queries and tiles of keys. Imports the CuTe DSL; only what compiles kernels imports this module."""
+"""The four warps that ask for queries and tiles of keys, each for every fourth piece.
+
+Imports the CuTe DSL; only what compiles kernels imports this module.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from warploom.kernels.cute.tiles import load_tile, tma_views
 
 # What L2 is to do with keys, as CUTLASS encodes it: evict them first. What blocks keep of their splits is to stay there.
 ONCE = 0x12F0000000000000
+LOADERS = 4  # warps
 
 
 class Loads(Fields):
@@ -29,11 +33,11 @@ class Loads(Fields):
 
 
 class LatentProducer(LatentBase):
-    """What one warp of a block runs."""
+    """What the warps of a warpgroup run: one alone asks for the last piece of two tiles 600 clocks later."""
 
     @cute.jit
-    def produce(self, call, shared, loads, items):
-        """Load all that the block works on; what lies past the last key is loaded too, and not looked at."""
+    def produce(self, part, call, shared, loads, items):
+        """Load a part of all that the block works on; what lies past the last key is loaded too, and not looked at."""
         q_phase, even, odd = Int32(1), Int32(1), Int32(1)
         for item in cutlass.range(cute.arch.block_idx()[0], items, cute.arch.grid_dim()[0], unroll=1):
             place = self.place(call, item)
@@ -41,9 +45,12 @@ class LatentProducer(LatentBase):
             if (self.has_part(cut, place) > 0) & (cut.tiles > 0):
                 cute.arch.mbarrier_wait(shared.q_empty, q_phase)
                 q_phase ^= 1
-                expect(shared.q_full, self.rows * HEAD_DIM * 2)
-                rows = cute.local_tile(loads.q[None, None, place.batch], (self.rows, HEAD_DIM), (None, 0))
-                load_tile(tma_views(loads.tma_q, shared.q, rows), place.row_block, 0, shared.q_full)
+                if part == 0:
+                    expect(shared.q_full, self.rows * HEAD_DIM * 2)
+                rows = cute.local_tile(loads.q[None, None, place.batch], (self.rows, PIECE), (None, None))
+                queries = tma_views(loads.tma_q, shared.q_loads, rows)
+                for piece in cutlass.range(part, PIECES, LOADERS, unroll=1):
+                    load_tile(queries, (place.row_block, piece), piece, shared.q_full)
                 first = self.first_split(cut, place)
                 begin, _ = self.split(cut, first)
                 page = self.pages(call, place, begin, cut.last)
@@ -52,22 +59,21 @@ class LatentProducer(LatentBase):
                     slot = Int32(0)
                     for tile in cutlass.range(begin, end, unroll=1):
                         following = self.pages(call, place, tile + 1, cut.last)
-                        self.push(call, place, shared, loads, tile, page, cut.last, slot, choose(slot == 0, even, odd))
+                        self.push(part, call, place, shared, loads, tile, page, cut.last, slot, choose(slot == 0, even, odd))
                         even ^= 1 - slot
                         odd ^= slot
                         slot ^= 1
                         page = following
 
     @cute.jit
-    def push(self, call, place, shared, loads, tile, page, last, slot, phase):
-        """Load a tile in pieces, those first whose room is free first: the half of the warpgroup that scores the tile."""
+    def push(self, part, call, place, shared, loads, tile, page, last, slot, phase):
+        """Load pieces of a tile, those first whose room is free first: the half of the warpgroup that scores the tile."""
         cute.arch.mbarrier_wait(shared.empty + (2 * slot + OWN), phase)
-        for i in cutlass.range_constexpr(4):
-            self.load(call, place, shared, loads, tile, page, last, slot, 4 * slot + i)
+        self.load(call, place, shared, loads, tile, page, last, slot, 4 * slot + part)
         cute.arch.mbarrier_wait(shared.empty + (2 * slot + OTHER), phase)
-        for i in cutlass.range_constexpr(4):
-            self.load(call, place, shared, loads, tile, page, last, slot, 4 - 4 * slot + i)
-        self.load(call, place, shared, loads, tile, page, last, slot, Int32(PIECES - 1))
+        self.load(call, place, shared, loads, tile, page, last, slot, 4 - 4 * slot + part)
+        if part == 0:
+            self.load(call, place, shared, loads, tile, page, last, slot, Int32(PIECES - 1))
 
     @cute.jit
     def load(self, call, place, shared, loads, tile, page, last, slot, piece):

@@ -23,7 +23,7 @@ from warploom.kernels.cute.barriers import LatentBarrier, wait
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import exp2, reciprocal
+from warploom.kernels.cute.instructions import exp2, hidden, reciprocal
 from warploom.kernels.cute.softmax import finite, log_sum_exp
 
 NOTHING, TO_KEEP, TO_SEND = 0, 1, 2  # what waits of a split: O is to begin a total, or to be added to it
@@ -232,7 +232,7 @@ class LatentResults(LatentBase):
                 if work.lane % 4 == 0:
                     at = Int64(unit * ROWS + local) * STATS
                     stats[at + 1 + work.role] = work.row_sum[r]
-                    if const_expr(work.role == EVEN):
+                    if work.role == EVEN:
                         stats[at] = work.reference[r]
 
     @cute.jit
@@ -240,7 +240,8 @@ class LatentResults(LatentBase):
         """A row's half of out, 16 bytes a lane, and its lse."""
         total, lse = work.row_sum[r], outputs.lse
         inverse = inverse_of(total)
-        start = outputs.out.iterator + cute.crd2idx((place.batch, row, work.role * HALF), outputs.out.layout)
+        # Computed here, or addresses would take registers all along.
+        start = outputs.out.iterator + cute.crd2idx((hidden(place.batch), row, work.role * HALF), outputs.out.layout)
         for j in cutlass.range_constexpr(HALF // 32):
             groups = [4 * j + n for n in range(4)]
             pairs = [[work.acc[4 * i + 2 * r], work.acc[4 * i + 2 * r + 1]] for i in groups]

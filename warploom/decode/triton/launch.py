@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from warploom.decode.problem import DecodeArgs
+from warploom.decode.problem import DecodeArgs, DecodeProblem
 from warploom.decode.triton.parts import NARROW, NEAR, WIDE
-from warploom.decode.triton.plan import UNIT, UNIT_FP8, BiasVariant, Plan, Shape, plan
+from warploom.decode.triton.plan import UNIT, UNIT_FP8, BiasVariant, Plan, Shape, plan, worth_sharing
 from warploom.decode.triton.tree import ancestors
 from warploom.runtime.device import on_device
 from warploom.runtime.triton_launch import RawLaunch
@@ -195,6 +195,9 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
     table_width, table_stride = (0, 0) if table is None else (table.shape[1], table.stride(0))
     capacity = args.capacity
     bias, bias_numbers = _bias(args)
+    prefix = "found" if args.prefix is not None else "keys" if args.prefix_keys else ""
+    if prefix and not worth_sharing(DecodeProblem.from_args(args)):
+        prefix = ""
     scales = *scale_strides(k_scale), *scale_strides(v_scale)
     places = _places(pages, page_size, (strides[3:5], strides[6:8], scales[:2], scales[3:5]))
     p = plan(
@@ -217,7 +220,7 @@ def _plan_of(args: DecodeArgs) -> tuple[Plan, tuple[int, ...], SplitNumbers]:
             latent=args.latent,
             left=left,
             softcap=softcap != 0.0,
-            prefix="found" if args.prefix is not None else "keys" if args.prefix_keys else "",
+            prefix=prefix,
             places=places,
             same=strides[3:5] == strides[6:8],
             unit=unit,

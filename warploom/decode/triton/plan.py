@@ -25,6 +25,10 @@ _WALKING = 5
 _SHARING = 264
 # Rows that a merge takes at once where it may have nothing to do: few programs end sooner.
 _MERGING = 1024
+# Bytes of keys and values that a prefix might spare, and sequences, below which each reads it by itself. On an H200, all but 64
+# keys shared, 16 × 1,536 (94 MB) took 26.3 us for 25.2 without, 4 × 8,192 (101 MB) 37.2 for 32.9, and 2 × 65,536 (268 MB) 114
+# for 99; 8 × 4,096 (117 MB) took 26.3 for 34.2. Nothing shared, 16 × 1,024 took 28.7 for 24.2, 8 × 4,096 46.9 for 44.7.
+_LEAST_SPARED, _LEAST_SHARING = 112 << 20, 4
 # What `share_kernel` is compiled for of the split kernel's constants.
 _SHARE = (
     "T", "HEADS_KV", "GROUP", "HEAD_DIM", "HEAD_DIM_V", "M", "N", "D", "DV", "SPLIT", "MAX_SPLITS", "HALVED", "PAGES", "LEAST",
@@ -159,7 +163,7 @@ def plan(shape: Shape) -> Plan:
     deep = (grouped > 0 and not three) or _deeper(pairs * programs, c, s)
     once = programs >= units and not blocks and _spared(c, s) and (units == 1 or _at_once(s, pairs * programs))
     ways = _Ways(final, single, grouped > 1, once)
-    merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c), power_of_two(s.head_dim_v))
+    merge_dim = min(_merge_dim(s.batch * s.heads_q * s.queries, c, _pairs(s) and grouped > 0), power_of_two(s.head_dim_v))
     least = reach <= c.split * c.max_splits
     ahead = _ahead(max_units, merge_dim) // c.group
     split, merge = _constants(s, c, ways, deep, pdl, least, merge_dim, ahead, blocks)
@@ -219,9 +223,12 @@ def _ahead(units: int, merge_dim: int) -> int:
     return 2 * _AHEAD if units > _AHEAD and merge_dim <= 32 else _AHEAD
 
 
-def _merge_dim(rows: int, c: Config) -> int:
-    """Columns of a program of the merge, a warp: few, which read much at once, until the programs of all rows take turns."""
-    if rows >= (2048 if c.block_m == 64 else 1024):  # 1,280 rows of 16 parts on an H200: 140.2 us of a call for 142.5 with 32
+def _merge_dim(rows: int, c: Config, groups: bool) -> int:
+    """Columns of a program of the merge, a warp: few, which read much at once, until the programs of all rows take turns.
+
+    ``groups``: parts are whole groups, of FP8, and few: 512 rows of two on an H200 took 80.3 us of a call for 81.2.
+    """
+    if rows >= (512 if groups else 2048 if c.block_m == 64 else 1024):  # 1,280 rows of 16 parts: 140.2 us for 142.5 with 32
         return 128
     return 64 if c.block_m == 64 else 32
 
@@ -285,6 +292,13 @@ def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def worth_sharing(p: DecodeProblem) -> bool:
+    """Whether reading a prefix once may take less time, if all sequences share all that they can hold."""
+    itemsize = 1 if p.fp8 else p.dtype.itemsize
+    spared = (p.batch - 1) * p.capacity * p.heads_kv * (p.head_dim + p.head_dim_v) * itemsize
+    return p.device != "cuda" or (spared >= _LEAST_SPARED and p.batch >= _LEAST_SHARING)
+
+
 def _shared_blocks(s: Shape | DecodeProblem, c: Config, rows: int, bias: str) -> int:
     """Tiles of rows that one program takes of a split that neighbours share; 0 where the call does not look for one.
 
@@ -306,7 +320,7 @@ def described(problem: DecodeProblem) -> str:
     words = f"{short}, longer ones past {c.split * c.max_splits}, {c.block_m} rows × {c.block_n} keys a tile"
     if not p.prefix:
         return words
-    blocks = _shared_blocks(p, c, rows, p.bias) if p.capacity > c.split else 0
+    blocks = _shared_blocks(p, c, rows, p.bias) if p.capacity > c.split and worth_sharing(p) else 0
     if not blocks:
         return f"{words}; each sequence reads the prefix itself"
     return f"{words}; the prefix's whole splits are read once for up to {min(blocks * c.block_m // rows, p.batch)} sequences"

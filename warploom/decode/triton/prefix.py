@@ -285,9 +285,8 @@ def share_kernel(
                         k_scale = tl.load(k_scales + ks_offset)
                         v_scale = tl.load(v_scales + vs_offset)
                         v = (v.to(tl.float32) * v_scale[:, None]).to(q.dtype)
-                new_tops = ()
-                new_totals = ()
-                new_accs = ()
+                # All scores, then all weights, then all sums: between them are barriers, and a product waits for no other's.
+                scores = ()
                 for r in tl.static_range(BLOCKS):
                     if PAIRS:
                         s = tl.dot(odds[r], tl.trans(k_odd), tl.dot(qs[r], tl.trans(k_even)))
@@ -306,18 +305,30 @@ def share_kernel(
                     seen = live[None, :] & (member < past)[:, None]
                     if BIAS != "":
                         s, seen = biased(s, seen, slopes[r], positions[r], cols, stride_bias_k, bias_entries, bias_origin, BIAS)
-                    s = tl.where(seen, s, float("-inf"))
+                    scores += (tl.where(seen, s, float("-inf")),)  # type: ignore[assignment]
+                new_tops = ()
+                new_totals = ()
+                weights = ()
+                rescales = ()
+                for r in tl.static_range(BLOCKS):
                     if PAIRS:
-                        p, rescale, total, top = weigh_scaled(s, e, inverse, f, tops[r], totals[r], None)
-                        acc = (
-                            tl.dot(p, v_even, accs[2 * r] * rescale[:, None]),
-                            tl.dot(p, v_odd, accs[2 * r + 1] * rescale[:, None]),
-                        )
+                        p, rescale, total, top = weigh_scaled(scores[r], e, inverse, f, tops[r], totals[r], None)
                     else:
-                        p, rescale, total, top = weigh(s, tops[r], totals[r])
-                        acc = (dot(p.to(v.dtype), v, accs[r] * rescale[:, None]),)  # type: ignore[assignment]
+                        p, rescale, total, top = weigh(scores[r], tops[r], totals[r])
+                        p = p.to(v.dtype)
+                    weights += (p,)  # type: ignore[assignment]
+                    rescales += (rescale[:, None],)  # type: ignore[assignment]
                     new_tops += (top,)  # type: ignore[assignment]
                     new_totals += (total,)  # type: ignore[assignment]
+                new_accs = ()
+                for r in tl.static_range(BLOCKS):
+                    if PAIRS:
+                        acc = (
+                            tl.dot(weights[r], v_even, accs[2 * r] * rescales[r]),
+                            tl.dot(weights[r], v_odd, accs[2 * r + 1] * rescales[r]),
+                        )
+                    else:
+                        acc = (dot(weights[r], v, accs[r] * rescales[r]),)  # type: ignore[assignment]
                     new_accs += acc  # type: ignore[assignment]
                 tops = new_tops
                 totals = new_totals
