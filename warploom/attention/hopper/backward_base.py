@@ -162,7 +162,7 @@ class BackwardBase(Near):
         self.columns = self.part // 64
         # Or, transposed, half of the head dims by all queries.
         self.swapped = config.tile_m % 64 != 0
-        # Sections but the last begin with the last key block.
+        # Tiles rise or fall as ``schedule.in_turns`` has it.
         self.mixed = config.deterministic and config.right and not config.columns
         self.abreast = config.deterministic or config.waves  # all heads of the group pass a query tile before the next one
         self.both_ways = self.mixed or config.waves  # tiles rise or fall
@@ -230,14 +230,14 @@ class BackwardBase(Near):
         heads_kv, n_blocks, seqlen_q = k_shape[2], given.n_blocks, given.seqlen_q
         if self.config.stream_k:  # a section is one head
             n_block, slice_ = index % n_blocks, index // n_blocks
-        elif not self.config.waves:
+        elif not (self.config.waves or self.mixed):
             n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, choose)
         rising = Int32(0)
         if self.config.waves:
             n_block, slice_, rising = schedule.in_waves(index, n_blocks, given.slices, given.section, given.deal[2])
         if self.mixed:
-            rising = choose((index // (given.section * n_blocks) + 1) * given.section < given.slices, 1, 0)
-            n_block = choose(rising == 1, n_blocks - 1 - n_block, n_block)
+            wave = schedule.PROCESSORS * self.tile_n // self.span
+            n_block, slice_, rising = schedule.in_turns(index, n_blocks, given.slices, given.section, wave, choose)
         batch, head = slice_ // heads_kv, slice_ % heads_kv
         q_start, k_start, seqlen_k, tile = Int32(0), Int32(0), k_shape[0], Int32(0)
         if self.config.varlen:
