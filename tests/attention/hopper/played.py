@@ -261,7 +261,8 @@ def backward(
         "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": batches,
         **DROPPED, "slopes": ((1, heads), (heads,)), "origin": ENTRIES // 2, "table": ((heads, ENTRIES), (ENTRIES,)),
         "spread": ((heads * head_length(ENTRIES),), ()), "gradient": ((heads, ENTRIES), (ENTRIES,)),
-        "left": left, "right": 0, "offsets": ((batches,), ()), "section": section, "items": total - split + -(-split * steps // each),
+        "left": left, "right": 0, "offsets": ((batches,), ()), "section": section,
+        "items": total - split + -(-split * steps // each),
         "whole": total - split if config.stream_k else total, "split": split, "each": each, "steps": steps,
     }  # fmt: skip
     names = backward_names(config)

@@ -96,7 +96,7 @@ def test_deterministic_blocks_add_in_their_order(name: str, built: Built) -> Non
 
 
 def test_deterministic_blocks_in_waves(built: Built) -> None:
-    """Each step once, and key blocks add to each part of dQ in their order; blocks enough for two waves are too many to play."""
+    """Each step once, and key blocks add to each part of dQ in their order; two waves have more blocks than can be played."""
     first, second = (played(DETERMINISTIC, built, n, n, 200, 300, 0, section=-1) for n in (1, 3))
     assert sorted(multiplied(first, "v", "do")) == steps(DETERMINISTIC, 200, 300)
     assert first.added == second.added

@@ -238,7 +238,7 @@ def test_tiles_of_blocks_in_turns_stay_in_cache(n_blocks: int, heads: int, group
 
         def begin(now: int) -> None:
             if unstarted:
-                n, head, rising = blocks[unstarted[-1]]
+                n, _, rising = blocks[unstarted[-1]]
                 tiles = range(2 * n, 2 * n_blocks)
                 walk = list(product(tiles if rising else reversed(tiles), range(group)))[::-1]
                 heapq.heappush(events, (now + 3, unstarted.pop(), now, walk))
