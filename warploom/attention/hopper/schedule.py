@@ -220,7 +220,7 @@ def in_turns(index: Any, n_blocks: Any, heads: Any, section: Any, wave: int, cho
 
 # Of ``in_turns`` at the most: of a wave's 132 blocks eight or more read the same tiles. By simulation (8192 keys, 16 heads of
 # two query heads) 1.11 of the time that steps take where 8 heads have 1.19.
-MOST_ABREAST = 16
+MOST_ABREAST = 32
 
 
 def abreast(heads: int) -> int:
