@@ -11,6 +11,7 @@ import pytest
 from warploom.attention.hopper.schedule import (
     FEWEST_QUERIES,
     L2_BYTES,
+    MOST_ABREAST,
     PIECES,
     PROCESSORS,
     abreast,
@@ -61,7 +62,7 @@ def test_sections_in_waves_are_even(heads: int) -> None:
     """No more heads than share tiles among enough blocks, and no more sections than that takes."""
     width = abreast(heads)
     sections = -(-heads // width)
-    assert width <= 16 and sections == -(-heads // 16) and 0 <= sections * width - heads < sections
+    assert width <= MOST_ABREAST and sections == -(-heads // MOST_ABREAST) and 0 <= sections * width - heads < sections
 
 
 @pytest.mark.parametrize(
