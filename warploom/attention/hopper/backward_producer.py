@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, TURN_BIT, WARPGROUPS
-from warploom.attention.hopper.backward_deal import Dealer
+from warploom.attention.hopper.backward_drops import Drawer
 from warploom.kernels.cute.barriers import BackwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.epilogue import store_words
@@ -26,7 +26,7 @@ from warploom.kernels.cute.rings import expect, publish
 from warploom.kernels.cute.tiles import load_tile, tma_views
 
 
-class Producer(Dealer):
+class Producer(Drawer):
     """The roles of the producer's warps; ``hand_out``, ``load_blocks`` and ``write_blocks`` are those of persistent blocks."""
 
     # The order of query tiles
