@@ -230,8 +230,9 @@ def backward(
     traced: Traced, config: BackwardConfig, seqlen_q: int, seqlen_k: int, blocks: int, heads: int = 2,
     split: int = 0, each: int = 1, left: int = 0, bounds: Tensor | None = None, handed_out: int = 0,
     sequences: Sequences | None = None, cuts: dict[int, int] | None = None, batches: int = 1, offset: int = 0,
+    section: int = 1,
 ) -> Launch:  # fmt: skip
-    """As ``forward``; ``blocks`` 0: one for each key block.
+    """As ``forward``; ``blocks`` 0: one for each key block, ``section`` below 0: in waves.
 
     ``bounds``: of a column mask, ``fine_and_coarse``; ``handed_out`` of its key blocks before the first, ``cuts``: pieces of
     those that are cut; ``batches``: so many have it in common, and what is stored to their sums is watched.
@@ -260,7 +261,8 @@ def backward(
         "seqlen_q": 0 if config.varlen else seqlen_q, "m_blocks": m_blocks, "n_blocks": n_blocks, "batches": batches,
         **DROPPED, "slopes": ((1, heads), (heads,)), "origin": ENTRIES // 2, "table": ((heads, ENTRIES), (ENTRIES,)),
         "spread": ((heads * head_length(ENTRIES),), ()), "gradient": ((heads, ENTRIES), (ENTRIES,)),
-        "left": left, "right": 0, "offsets": ((batches,), ()), "section": 1, "items": total - split + -(-split * steps // each),
+        "left": left, "right": 0, "offsets": ((batches,), ()), "section": section,
+        "items": total - split + -(-split * steps // each),
         "whole": total - split if config.stream_k else total, "split": split, "each": each, "steps": steps,
     }  # fmt: skip
     names = backward_names(config)

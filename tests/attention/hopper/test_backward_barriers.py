@@ -95,6 +95,13 @@ def test_deterministic_blocks_add_in_their_order(name: str, built: Built) -> Non
     assert orders[0] == orders[1] and any(len(order) > 1 for order in orders[0].values())
 
 
+def test_deterministic_blocks_in_waves(built: Built) -> None:
+    """Each step once, and key blocks add to each part of dQ in their order; two waves have more blocks than can be played."""
+    first, second = (played(DETERMINISTIC, built, n, n, 200, 300, 0, section=-1) for n in (1, 3))
+    assert sorted(multiplied(first, "v", "do")) == steps(DETERMINISTIC, 200, 300)
+    assert first.added == second.added
+
+
 def test_blocks_that_start_in_the_wrong_order_hang(built: Built) -> None:
     """With too few processors a deterministic block waits for one that has not started."""
     traced = built.traced(DETERMINISTIC)

@@ -11,9 +11,13 @@ import pytest
 from warploom.attention.hopper.schedule import (
     FEWEST_QUERIES,
     L2_BYTES,
+    MOST_ABREAST,
     PIECES,
+    PROCESSORS,
+    abreast,
     guided_pieces,
     handed_out,
+    in_turns,
     in_waves,
     section,
     sections,
@@ -32,6 +36,33 @@ def test_every_block_once_and_in_order(n_blocks: int, heads: int, width: int) ->
     assert set(found) == set(product(range(n_blocks), range(heads)))
     for head in range(heads):  # deterministic blocks wait for those before them
         assert [n for n, h in found if h == head] == list(range(n_blocks))
+
+
+@pytest.mark.parametrize(("n_blocks", "heads", "width"), list(product((1, 3, 32), (1, 5, 12), (1, 2, 5, 12))))
+@pytest.mark.parametrize("waves", [False, True])
+def test_blocks_in_turns_start_before_those_that_wait_for_them(n_blocks: int, heads: int, width: int, waves: bool) -> None:
+    """Each once; in waves a head's blocks begin in their order, else the other way around where tiles rise."""
+    width = min(width, heads)
+    found = [in_turns(i, n_blocks, heads, -width if waves else width, 7, choose) for i in range(n_blocks * heads)]
+    assert {block[:2] for block in found} == set(product(range(n_blocks), range(heads)))
+    for head in range(heads):
+        own = [(n, rising) for n, h, rising in found if h == head]
+        if waves:
+            assert [n for n, _ in own] == list(range(n_blocks))
+        else:
+            last = head >= (heads - 1) // width * width
+            assert own == [(n if last else n_blocks - 1 - n, 1 - last) for n in range(n_blocks)]
+    if waves:
+        sizes = [width * n_blocks] * (heads // width) + [heads % width * n_blocks]
+        assert [rising for *_, rising in found] == [i // 7 % 2 for size in sizes for i in range(size)]
+
+
+@pytest.mark.parametrize("heads", range(1, 70))
+def test_sections_in_waves_are_even(heads: int) -> None:
+    """No more heads than share tiles among enough blocks, and no more sections than that takes."""
+    width = abreast(heads)
+    sections = -(-heads // width)
+    assert width <= MOST_ABREAST and sections == -(-heads // MOST_ABREAST) and 0 <= sections * width - heads < sections
 
 
 @pytest.mark.parametrize(
@@ -192,3 +223,58 @@ def test_tiles_of_waves_stay_in_cache(n_blocks: int, heads: int, group: int) -> 
         return misses / steps
 
     assert missed(True) < 0.08 and missed(True) < missed(False) / 2
+
+
+@pytest.mark.parametrize(("n_blocks", "heads", "group"), [(64, 8, 4), (32, 16, 4), (128, 4, 8)])
+def test_tiles_of_blocks_in_turns_stay_in_cache(n_blocks: int, heads: int, group: int) -> None:
+    """As above, of blocks that add to a tile one after the other, each a step behind the one before: in waves and without."""
+
+    def played(section: int) -> tuple[float, float]:
+        """How often a tile is not in the cache, and how much longer than its steps the call takes."""
+        blocks = [in_turns(i, n_blocks, heads, section, PROCESSORS, choose) for i in range(n_blocks * heads)]
+        waiting: dict[tuple[int, ...], tuple[int, int, list[tuple[int, int]]]] = {}
+        recent: OrderedDict[tuple[int, ...], None] = OrderedDict()
+        done, seen, steps, misses, end = set(), set(), 0, 0, 0
+        events: list[tuple[int, int, int, list[tuple[int, int]]]] = []
+
+        def begin(now: int) -> None:
+            if unstarted:
+                n, _, rising = blocks[unstarted[-1]]
+                tiles = range(2 * n, 2 * n_blocks)
+                walk = list(product(tiles if rising else reversed(tiles), range(group)))[::-1]
+                heapq.heappush(events, (now + 3, unstarted.pop(), now, walk))
+
+        unstarted = list(range(n_blocks * heads))[::-1]
+        for _ in range(PROCESSORS):
+            begin(0)
+        while events:
+            now, index, _, walk = heapq.heappop(events)
+            n, head, rising = blocks[index]
+            m, member = walk[-1]
+            last = rising == 1 and section > 0  # the eldest is the last one that sees the tile
+            elder = n + 1 if last else n - 1
+            if 0 <= elder <= m // 2 and (elder, head, m, member) not in done:
+                waiting[elder, head, m, member] = index, now, walk
+                continue
+            walk.pop()
+            tile = head, m, member
+            steps += 1
+            misses += tile not in recent and tile in seen
+            seen.add(tile)
+            recent[tile] = None
+            recent.move_to_end(tile)
+            if len(recent) > 400:
+                recent.popitem(last=False)
+            done.add((n, *tile))
+            end = now
+            if (n, *tile) in waiting:
+                other, since, rest = waiting.pop((n, *tile))
+                heapq.heappush(events, (max(now + 1, since), other, 0, rest))
+            if walk:
+                heapq.heappush(events, (now + 1, index, 0, walk))
+            else:
+                begin(now + 1)
+        return misses / steps, end * PROCESSORS / steps
+
+    (missed, time), (without, _) = played(-abreast(heads)), played(section(heads, n_blocks, L2_BYTES))
+    assert missed < 0.15 and missed < without / 4 and time < 1.25

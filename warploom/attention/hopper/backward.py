@@ -54,6 +54,7 @@ class StepShared(BackwardShared):
     """Of blocks that work alone."""
 
     words: Any  # of the block that is handed out
+    drop_full: Any  # a step's words of dropout are there, where they are drawn ahead
     k_start: Any  # addresses
     v_start: Any
     q_start: Any
@@ -198,7 +199,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             *layouts, *sizes, *columns, *added, *band, items, *deal,
         ).launch(
             grid=[grid, 1, 1],
-            block=[WARPGROUP * (WARPGROUPS + 1), 1, 1],
+            block=[WARPGROUP * (WARPGROUPS + 1 + self.drawers), 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
         )  # fmt: skip
@@ -315,7 +316,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
 
         @cute.struct
         class Storage:
-            barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + 6]
+            barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + self.drop_stages + 6]
             words: cute.struct.Align[cute.struct.MemRange[Int32, words_count], 16]
             stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
@@ -341,6 +342,7 @@ class HopperBackward(RowKernels, Producer, Consumers):
             q_start=storage.q.data_ptr(),
             do_start=storage.dout.data_ptr(),
             seed=storage.words.data_ptr() + (words_count - SEED_WORDS),
+            drop_full=barriers.take(self.drop_stages),
         )
         self.store_seed(warp, shared, drops)
         self.init_barriers(warp, shared)
@@ -384,10 +386,13 @@ class HopperBackward(RowKernels, Producer, Consumers):
                 self.init_both(shared, 4 * WARPGROUPS)
                 for barrier in (shared.k_full, shared.v_full, shared.block_full):
                     cute.arch.mbarrier_init(barrier, 1)
+                for i in cutlass.range_constexpr(self.drop_stages):
+                    cute.arch.mbarrier_init(shared.drop_full + i, WARPGROUP)
                 if const_expr(self.config.persistent):
                     for barrier in (shared.k_empty, shared.v_empty):
                         cute.arch.mbarrier_init(barrier, 4 * WARPGROUPS)
-                    cute.arch.mbarrier_init(shared.block_empty, 32 * (4 * WARPGROUPS + 1 + len(WRITERS)))  # lanes
+                    readers = 4 * (WARPGROUPS + self.drawers) + 1 + len(WRITERS)  # warps
+                    cute.arch.mbarrier_init(shared.block_empty, 32 * readers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -406,6 +411,12 @@ class HopperBackward(RowKernels, Producer, Consumers):
                     self.hand_out_stream_k(given, counters)
                 else:
                     self.hand_out(given, counters, dk, dv)
+        elif const_expr(self.drawers > 0):
+            if warp >= 4 * (1 + WARPGROUPS):
+                cute.arch.setmaxregister_decrease(self.drawer_registers)
+                self.draw_blocks(given, warp % 4)
+            else:
+                self.compute_blocks(given, dk, dv, products, scale, softcap)
         else:
             self.compute_blocks(given, dk, dv, products, scale, softcap)
 

@@ -29,6 +29,8 @@ WARPGROUPS = 2  # consumers
 # Together 504 a thread of each, which is what 168 at the start leave: with more, warps would wait for registers for ever.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 LONG_REGISTERS = 232, 40  # of steps of 128 queries under a column mask, beside which ptxas gives the producer few uniform ones
+# Where a warpgroup draws what dropout drops, whose share comes last. Together 512, which is what 128 at the start leave.
+DRAWING_REGISTERS = 232, 24, 24
 TURNS_REGISTERS = 224, 56  # where the loader looks for whose turn comes before its block's
 FAR_LEVEL = 3e38  # an lse that makes P 0, as infinity does
 # Warps of the producer warpgroup; writer i drains dQ of consumer warpgroup i.
@@ -162,7 +164,7 @@ class BackwardBase(Near):
         self.columns = self.part // 64
         # Or, transposed, half of the head dims by all queries.
         self.swapped = config.tile_m % 64 != 0
-        # Sections but the last begin with the last key block.
+        # Tiles rise or fall as ``schedule.in_turns`` has it.
         self.mixed = config.deterministic and config.right and not config.columns
         self.abreast = config.deterministic or config.waves  # all heads of the group pass a query tile before the next one
         self.both_ways = self.mixed or config.waves  # tiles rise or fall
@@ -185,6 +187,10 @@ class BackwardBase(Near):
             self.consumer_registers, self.producer_registers = LONG_REGISTERS
         if config.columns and config.deterministic:
             self.consumer_registers, self.producer_registers = TURNS_REGISTERS
+        self.drawers = int(config.draws_ahead)  # warpgroups
+        if config.draws_ahead:
+            self.consumer_registers, self.producer_registers, self.drawer_registers = DRAWING_REGISTERS
+        self.drop_stages = config.stages if config.draws_ahead else 0
         self.ahead = AHEAD if config.columns and config.persistent and config.head_dim == 64 else 0
         self.keys_first = not config.persistent  # the loops over query tiles wait for K and V
         # A block is described again when its steps have ended: registers hold no more.
@@ -220,6 +226,15 @@ class BackwardBase(Near):
             "ds": placed(storage.ds, layout_ds),
         }
 
+    def ds_rows(self, shared: Any, group: Any, warp: Any, lane: Any) -> Any:
+        """Where a lane of a warp of a consumer warpgroup stores dS of its first 16 queries.
+
+        A warp's 16 keys × 16 queries go out as four transposed 8 × 8 tiles; lane l addresses row l % 8 of tile l // 8, a query,
+        in the half of the tile whose rows hold the warpgroup's 64 keys as eight swizzled chunks of 16 bytes.
+        """
+        chunk = warp * 2 + lane // 8 % 2
+        return shared.ds_start + group * (self.tile_m * 64) + (lane // 16 * 8 + lane % 8) * 64 + (chunk ^ lane % 8) * 8
+
     # What a block works on
 
     def describe(self, given: Any, index: Any) -> Work:
@@ -230,14 +245,14 @@ class BackwardBase(Near):
         heads_kv, n_blocks, seqlen_q = k_shape[2], given.n_blocks, given.seqlen_q
         if self.config.stream_k:  # a section is one head
             n_block, slice_ = index % n_blocks, index // n_blocks
-        elif not self.config.waves:
+        elif not (self.config.waves or self.mixed):
             n_block, slice_ = schedule.sections(index, n_blocks, given.slices, given.section, choose)
         rising = Int32(0)
         if self.config.waves:
             n_block, slice_, rising = schedule.in_waves(index, n_blocks, given.slices, given.section, given.deal[2])
         if self.mixed:
-            rising = choose((index // (given.section * n_blocks) + 1) * given.section < given.slices, 1, 0)
-            n_block = choose(rising == 1, n_blocks - 1 - n_block, n_block)
+            wave = schedule.PROCESSORS * self.tile_n // self.span
+            n_block, slice_, rising = schedule.in_turns(index, n_blocks, given.slices, given.section, wave, choose)
         batch, head = slice_ // heads_kv, slice_ % heads_kv
         q_start, k_start, seqlen_k, tile = Int32(0), Int32(0), k_shape[0], Int32(0)
         if self.config.varlen:

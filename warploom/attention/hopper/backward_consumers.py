@@ -386,11 +386,6 @@ class Consumers(Dealer, DropoutSteps):
             dq_b = mma_queries.make_fragment_B(queries.partition_B(k_turned))
             dq_a = part_of(dq_a, group if const_expr(self.by_rows) else 0)
             dq_b = part_of(dq_b, 0 if const_expr(self.by_rows) else group)[None, None, None, 0]
-        # A warp's 16 keys × 16 queries of dS go out as four transposed 8 × 8 tiles; lane l addresses row l % 8 of tile l // 8,
-        # a query, in the half of the tile whose rows hold this warpgroup's 64 keys as eight swizzled chunks of 16 bytes.
-        lane = own % 32
-        chunk = own // 32 * 2 + lane // 8 % 2
-        ds_target = shared.ds_start + group * (tile_m * 64) + (lane // 16 * 8 + lane % 8) * 64 + (chunk ^ lane % 8) * 8
         return StepOperands(
             shared=shared,
             group=group,
@@ -420,7 +415,7 @@ class Consumers(Dealer, DropoutSteps):
             limits=cute.make_rmem_tensor((2, 2), Int32),
             hidden=cute.make_rmem_tensor(2, Float32),
             hidden_bits=cute.make_rmem_tensor(2, Int32) if config.columns else None,
-            ds_target=ds_target,
+            ds_target=self.ds_rows(shared, group, own // 32, own % 32),
             drops=self.drops(work),
             alibi=self.alibi(work),
             distances=self.distances(work.given if isinstance(work, Work) else work),
@@ -507,7 +502,7 @@ class Consumers(Dealer, DropoutSteps):
         """
         shared, config = r.shared, self.config
         stage, phase = schedule.ring(j, self.stages)
-        r = self.at_slot(r, stage)
+        r = self.at_slot(r, stage, phase)
         near = const_expr(self.reads_distances and place == NEAR)
         if const_expr(self.reads_distances):
             hides = self.may_hide(r.distances.given, r.distances.head[0])

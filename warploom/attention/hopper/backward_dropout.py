@@ -21,7 +21,6 @@ from warploom.kernels.cute.dropout import (
     exchanged,
     kept,
     kept_halves,
-    rounds_of,
 )
 from warploom.kernels.cute.fields import Fields
 from warploom.kernels.cute.instructions import pack16, reload
@@ -35,12 +34,14 @@ class Drops(Fields):
     seed: Any  # its address in shared memory
     head: Any  # registers: query head, batch or packed sequence, the block's first key
     slot: Any  # of dS, of a step
+    phase: Any  # of the step's words, where they are drawn ahead
     drawn: Any  # of pairs of blocks: registers, what was drawn for a step
 
 
 class DropoutSteps(BiasSteps, DistanceSteps):
     """Of accumulators whose rows are keys."""
 
+    drawn_from: Any  # of the warps that draw
     statistics: Any  # the consumers' methods
     share: Any
 
@@ -54,13 +55,14 @@ class DropoutSteps(BiasSteps, DistanceSteps):
             seed=given.shared.seed,
             head=cute.make_rmem_tensor(3, Int32),
             slot=None,
+            phase=None,
             drawn=None,
         )
 
     @cute.jit
     def store_seed(self, warp, shared, dropout):
         """The seed in shared memory. Every step reads it there, so that its bits are found behind what is issued before."""
-        if const_expr(self.config.dropout):  # noqa: SIM102
+        if const_expr(self.config.dropout and not self.config.draws_ahead):  # noqa: SIM102
             if warp == LOADER:
                 with cute.arch.elect_one():
                     seed = cute.make_tensor(shared.seed, cute.make_layout(2))
@@ -91,19 +93,18 @@ class DropoutSteps(BiasSteps, DistanceSteps):
         self.take_member(r, work, member)
         return step - member * work.m_blocks
 
-    def at_slot(self, r: Any, slot: Any) -> Any:
-        """The same, of a step whose dS goes there."""
-        return r.but(drops=r.drops.but(slot=slot)) if self.config.dropout else r
+    def at_slot(self, r: Any, slot: Any, phase: Any) -> Any:
+        """The same, of a step whose dS goes there, with the phase of its ring."""
+        return r.but(drops=r.drops.but(slot=slot, phase=phase)) if self.config.dropout else r
 
     def drawn(self, r: Any) -> list[Any]:
         """Where this thread's words of a counter go, by rounds: where its last dS goes later in the step."""
-        tile, rounds = r.ds_target + r.drops.slot * (self.tile_m * self.tile_n), rounds_of(self.tile_m, 16)
-        return [tile + i * (16 * 64) for i in range(self.tile_m // 16 - rounds, self.tile_m // 16)]
+        return self.drawn_from(r.ds_target + r.drops.slot * (self.tile_m * self.tile_n))
 
     @cute.jit
     def draw(self, r, m):
         """Draw what dropout drops of query tile ``m``, before the wait that follows."""
-        if const_expr(self.config.dropout):
+        if const_expr(self.config.dropout and not self.config.draws_ahead):
             head, batch, key = [r.drops.head[i] for i in range(3)]
             counter = (key + r.row) // COUNTED
             read_seed = partial(reload, r.drops.seed)
@@ -124,6 +125,8 @@ class DropoutSteps(BiasSteps, DistanceSteps):
 
         Round by round: none is read before the last one's dS is stored, else ptxas would have no registers for them.
         """
+        if const_expr(self.config.draws_ahead):
+            cute.arch.mbarrier_wait(r.shared.drop_full + r.drops.slot, r.drops.phase)
         scale, bound, p_words, ds_words = r.drops.given.scale, r.drops.given.bound, words(r.p), words(r.ds)
         for n, target in enumerate(self.drawn(r)):
             delta = self.statistics(r, r.drops.slot, 1, 32 * n, min(32, self.tile_m - 32 * n))

@@ -16,7 +16,7 @@ from cutlass import Int32, Int64, const_expr
 
 from warploom.attention.hopper import schedule
 from warploom.attention.hopper.backward_base import DQ_ODD, DQ_THREADS, TURN_BIT, WARPGROUPS
-from warploom.attention.hopper.backward_deal import Dealer
+from warploom.attention.hopper.backward_drops import Drawer
 from warploom.kernels.cute.barriers import BackwardBarrier, arrive, wait
 from warploom.kernels.cute.basics import choose
 from warploom.kernels.cute.epilogue import store_words
@@ -26,7 +26,7 @@ from warploom.kernels.cute.rings import expect, publish
 from warploom.kernels.cute.tiles import load_tile, tma_views
 
 
-class Producer(Dealer):
+class Producer(Drawer):
     """The roles of the producer's warps; ``hand_out``, ``load_blocks`` and ``write_blocks`` are those of persistent blocks."""
 
     # The order of query tiles
@@ -39,7 +39,8 @@ class Producer(Dealer):
         next one, since the elders, which see more tiles, would else reach the second head long after this block. And either
         the last tile comes first, which all blocks reach at the same time and leave one after the other. Or, under a causal
         mask, tiles rise from the diagonal and the last key block is the eldest: then a block's elders are ahead of it from
-        the start, by more than a turn takes. But its longest block starts last, so the call's last section does not.
+        the start, by more than a turn takes. But its longest block starts last, so the call's last section does not. Nor do
+        the sections of calls whose heads would be too far apart then, as ``schedule.in_turns`` has it.
         """
         first, _, _, end = work.bounds
         if const_expr(self.abreast):
@@ -400,7 +401,7 @@ class Producer(Dealer):
 
     @cute.jit
     def rank(self, work, m, left, right):
-        """How many key blocks add to a query tile before this one: those before it, or where tiles rise those after it."""
+        """How many key blocks add to a query tile before this one: those before it, or where all tiles rise those after it."""
         n_block = work.n_block // (self.span // self.tile_n)
         rank = n_block
         if const_expr(self.config.left):
@@ -408,5 +409,5 @@ class Producer(Dealer):
         if const_expr(self.mixed):
             last = cutlass.max((m + 1) * self.tile_m - 1 + work.shift + right, 0) // self.span
             last = cutlass.min(last, (work.seqlen_k - 1) // self.span)
-            rank = choose(work.rising == 1, last - n_block, rank)
+            rank = choose(work.rising == 1, choose(work.given.section > 0, last - n_block, rank), rank)
         return rank

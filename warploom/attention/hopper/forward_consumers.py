@@ -412,7 +412,9 @@ class Consumers(BiasedScores, DistanceScores):
         if const_expr(self.config.dropout):
             head, batch, row, tile = [work.tile[i] for i in range(4)]
             counter = (tile if const_expr(self.config.columns) else n) * (self.tile_n // COUNTED)
-            draw_for_rows(work.dropout, head, batch, row, counter, self.tile_n, work.drawn)
+            draw_for_rows(
+                work.dropout, head, batch, row, counter, self.tile_n, work.drawn, self.config.by_double
+            )
 
     def drawn(self, shared: Any, group: Any) -> list[Any]:
         """Where this thread's words of a counter go: those of a warp's lanes lie together."""

@@ -524,10 +524,25 @@ def waves(variant: BackwardConfig, heads: int, seqlen_k: int, shared: int) -> tu
         return 0, 0
     if variant.bias == "distance":  # whose near tiles differ from head to head
         return 0, 0
-    n_blocks = -(-seqlen_k // variant.tile_n)
-    if (variant.head_dim, variant.head_dim_v) != IN_WAVES or max(1, 128 // n_blocks) * shared <= schedule.L2_BYTES:
+    if (variant.head_dim, variant.head_dim_v) != IN_WAVES or not _exceeds_l2(variant, seqlen_k, shared):
         return 0, 0
-    return schedule.waves(heads, n_blocks)
+    return schedule.waves(heads, -(-seqlen_k // variant.tile_n))
+
+
+def _exceeds_l2(variant: BackwardConfig, seqlen_k: int, shared: int) -> bool:
+    """Whether the query heads of the blocks in flight do not fit into L2."""
+    return max(1, 128 // -(-seqlen_k // variant.tile_n)) * shared > schedule.L2_BYTES
+
+
+def in_turns(variant: BackwardConfig, heads: int, group: int, seqlen_k: int, shared: int) -> int:
+    """Key heads of a section of a deterministic call; below 0: of one in waves, as ``schedule.in_turns`` has it.
+
+    Waves are for grouped heads that do not fit into L2. By simulation a causal call of 64 heads over 8, 32768 keys of 128,
+    finds 0.99 of its tiles in memory without them, 0.07 with them.
+    """
+    if variant.right and not (variant.left or variant.columns) and group > 1 and _exceeds_l2(variant, seqlen_k, shared):
+        return -schedule.abreast(heads)
+    return schedule.section(heads, -(-seqlen_k // variant.tile_n), shared)
 
 
 def shared_bytes(seqlen_q: int, group: int, head_dim: int, head_dim_v: int) -> int:

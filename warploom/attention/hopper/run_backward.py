@@ -15,6 +15,7 @@ from warploom.attention.hopper.config import MOST_SLOTS, BackwardConfig
 from warploom.attention.hopper.offsets import with_columns
 from warploom.attention.hopper.plan import (
     backward_config,
+    in_turns,
     is_short,
     shared_bytes,
     waves,
@@ -138,6 +139,8 @@ def _bind_dense(
             # A section is one wave: blocks that claim tiles wait less, and of pairs 515 TFLOP/s (4096 keys) were 493 in two.
             shared = max(shared, schedule.L2_BYTES)
         together = schedule.section(batch * heads_kv, -(-keys // variant.tile_n), shared)
+        if variant.deterministic:
+            together = in_turns(variant, batch * heads_kv, heads // heads_kv, keys, shared)
         if variant.claims:
             together = min(together, CLAIMING_HEADS)
     m_blocks = -(-seqlen_q // variant.tile_m)

@@ -21,7 +21,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from warploom.kernels.cute.fields import Fields
-from warploom.kernels.cute.instructions import assembly, bytes_of, wide_product, word, xor3
+from warploom.kernels.cute.instructions import assembly, bytes_of, product_by_double, wide_product, word, xor3
 
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WEYL = 0x9E3779B9, 0xBB67AE85
@@ -74,13 +74,14 @@ def keys_part(seed: Any, head_low: Any, batch: Any, counter: Any) -> list[Any]:
     return [first, second ^ round_key(seed, 2, 0), high, low]
 
 
-def words_of(seed: Any, query: list[Any], keys: list[Any]) -> list[Any]:
-    """The four words of a counter, from its parts."""
+def words_of(seed: Any, query: list[Any], keys: list[Any], by_double: bool = False) -> list[Any]:
+    """The four words of a counter, from its parts; high words of products from fp64 if so asked."""
+    product = product_by_double if by_double else wide_product
     first, second, high, low = keys
-    high_1, low_1 = wide_product(query[0] ^ first, MULTIPLIERS[1])
+    high_1, low_1 = product(query[0] ^ first, MULTIPLIERS[1])
     c = [high_1 ^ second, low_1, high ^ query[1], low]
     for i in range(3, ROUNDS):
-        (high_0, low_0), (high_1, low_1) = wide_product(c[0], MULTIPLIERS[0]), wide_product(c[2], MULTIPLIERS[1])
+        (high_0, low_0), (high_1, low_1) = product(c[0], MULTIPLIERS[0]), product(c[2], MULTIPLIERS[1])
         c = [xor3(high_1, c[1], round_key(seed, i, 0)), low_1, xor3(high_0, c[3], round_key(seed, i, 1)), low_0]
     return c
 
@@ -112,7 +113,7 @@ def rounds_of(rows: int, keys: int) -> int:
 
 
 @cute.jit
-def draw_for_rows(dropout, head, batch, query, counter, columns, targets):
+def draw_for_rows(dropout, head, batch, query, counter, columns, targets, by_double=False):
     """Leave the words of a warp's 16 rows and of ``columns`` keys from the ``counter``-th 16 on.
 
     ``query``: of the row of the lane's number modulo 16. ``targets``: a round's. A round has two counters of each row, in
@@ -123,7 +124,8 @@ def draw_for_rows(dropout, head, batch, query, counter, columns, targets):
     row = query_part(seed, head_high, query)
     counter = counter + dropout.first + lane // 16
     for i in cutlass.range_constexpr(rounds_of(16, columns)):
-        store_words(targets[i], words_of(seed, row, keys_part(seed, head_low, batch, counter + 2 * i)))
+        keys = keys_part(seed, head_low, batch, counter + 2 * i)
+        store_words(targets[i], words_of(seed, row, keys, by_double))
 
 
 @cute.jit

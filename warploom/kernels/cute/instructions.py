@@ -68,6 +68,21 @@ def wide_product(x: Int32, factor: int, *, loc: Any = None, ip: Any = None) -> l
 
 
 @dsl_user_op
+def product_by_double(x: Int32, factor: int, *, loc: Any = None, ip: Any = None) -> list[Int32]:
+    """As ``wide_product``, the high word from fp64.
+
+    (2^52 + x) factor + 2^52 (2^32 - factor) is 2^84 + x factor, of whose 53 bits, rounded towards 0, the last stands for 2^32.
+    """
+    m, c = (struct.pack(">d", float(n)).hex() for n in (factor, (2**32 - factor) << 52))
+    text = (
+        f"{{ .reg .f64 d; .reg .b32 h; mov.b64 d, {{$2, 0x43300000}}; fma.rz.f64 d, d, 0d{m}, 0d{c}; "
+        f"mov.b64 {{$0, h}}, d; mul.lo.u32 $1, $2, {factor}; }}"
+    )
+    parts = assembly(_struct(T.i32(), 2), [Int32(x).ir_value(loc=loc, ip=ip)], text, "=&r,=r,r")
+    return [Int32(llvm.extractvalue(T.i32(), parts, [i], loc=loc, ip=ip)) for i in range(2)]
+
+
+@dsl_user_op
 def xor3(a: Int32, b: Int32, c: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """a ^ b ^ c in one instruction."""
     values = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
