@@ -209,12 +209,15 @@ class Relative(Bias):
             heads = f"{self.table.shape[0]} heads, {_shape(self.table)}"
             raise ValueError(f"bias has a table of {heads}, but q has {heads_q} heads")
         entries = narrowed(self.table, dtype)
-        origin = self.max_distance if self.bidirectional else 0
-        if self.buckets is not None and torch.is_grad_enabled() and entries.requires_grad:
+        index = None if self.buckets is None else self._index()
+        origin = 0
+        if self.bidirectional:  # of T5's distances those past the last bucket are left out
+            origin = self.max_distance if index is None else index.shape[0] // 2
+        if index is not None and torch.is_grad_enabled() and entries.requires_grad:
             # An embedding's gradient sums what one entry was read for in a fixed order, which that of an index does not.
-            entries = F.embedding(self._index(), entries.t()).t()
-        elif self.buckets is not None:
-            entries = entries.index_select(1, self._index())  # whose rows are heads at once
+            entries = F.embedding(index, entries.t()).t()
+        elif index is not None:
+            entries = entries.index_select(1, index)  # whose rows are heads at once
         return Resolved(entries.expand(heads_q, -1).contiguous(), "distance", origin)
 
     def _index(self) -> Tensor:
@@ -271,9 +274,18 @@ def t5_buckets(distance: Tensor, buckets: int, max_distance: int, bidirectional:
     return first + torch.where(distance < exact, distance, large.clamp(max=buckets - 1))
 
 
+def _t5_reach(buckets: int, max_distance: int, bidirectional: bool) -> int:
+    """A distance from which on all are in T5's last bucket: the next but one to its edge, on whatever side that is rounded."""
+    buckets = buckets // 2 if bidirectional else buckets
+    exact = buckets // 2
+    edge = exact * (max_distance / exact) ** ((buckets - 1 - exact) / (buckets - exact))
+    return min(max_distance, math.ceil(edge) + 1)
+
+
 def _t5_index(device: torch.device, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """T5's bucket of each distance, from the lowest one."""
-    distance = torch.arange(-max_distance if bidirectional else 0, max_distance + 1, device=device)
+    """T5's bucket of each distance up to ``_t5_reach``, from the lowest one."""
+    reach = _t5_reach(buckets, max_distance, bidirectional)
+    distance = torch.arange(-reach if bidirectional else 0, reach + 1, device=device)
     return t5_buckets(distance, buckets, max_distance, bidirectional)
 
 

@@ -330,12 +330,12 @@ def test_t5_buckets_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
             Relative(table, 100, buckets="t5").resolve(4, torch.float32)
         counts.append(len(operations.names))
     assert counts[0] > 15 and counts[1] < 10 and len(biases._t5_indices) == 1
-    values = Relative(table, 100, buckets="t5").resolve(4, torch.float32).values
-    distance = torch.arange(-100, 101)
+    values, _, origin = Relative(table, 100, buckets="t5").resolve(4, torch.float32)
+    distance = torch.arange(-origin, origin + 1)
     assert torch.equal(values, table[:, t5_buckets(distance, 32, 100, True)])
     values.sum().backward()
     one_side = Relative(table, 100, buckets="t5", bidirectional=False).resolve(4, torch.float32).values
-    assert torch.equal(one_side, table[:, t5_buckets(distance[100:], 32, 100, False)])
+    assert torch.equal(one_side, table[:, t5_buckets(torch.arange(one_side.shape[1]), 32, 100, False)])
     Relative(table, biases.KEPT_DISTANCE + 1, buckets="t5").resolve(4, torch.float32)
     with FakeTensorMode() as mode:
         Relative(mode.from_tensor(table), 100, buckets="t5").resolve(4, torch.float32)
@@ -348,8 +348,22 @@ def test_t5_buckets_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_relative_tables_have_no_matrix(seed: int) -> None:
     leaf = leaf_of("t5", (1, 4, 1, 1), seed, torch.float32).requires_grad_()
     values, kind, origin = KINDS["t5"].build(leaf).resolve(4, torch.float32)
-    assert (tuple(values.shape), kind, origin) == ((4, 41), "distance", 20)
+    assert (tuple(values.shape), kind, origin) == ((4, 17), "distance", 8)
     assert values.is_contiguous() and values.requires_grad
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("buckets", [4, 5, 8, 32, 77])
+@pytest.mark.parametrize("max_distance", [40, 128, 1000])
+def test_t5_tables_end_with_their_last_bucket(max_distance: int, buckets: int, bidirectional: bool) -> None:
+    """What lies past it, to max_distance and beyond, is in that bucket too."""
+    bias = Relative(torch.arange(float(buckets))[None], max_distance, buckets="t5", bidirectional=bidirectional)
+    values, _, origin = bias.resolve(1, torch.float32)
+    distance = torch.arange(-max_distance - 9, max_distance + 10)
+    found = values[0, (distance + origin).clamp(0, values.shape[1] - 1)]
+    assert torch.equal(found, t5_buckets(distance, buckets, max_distance, bidirectional).float())
+    assert values.shape[1] - 1 - origin <= max_distance
+    assert (max_distance, buckets) != (128, 32) or values.shape[1] == (185 if bidirectional else 115)
 
 
 def test_a_frozen_bias_costs_no_gradient_pass(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

@@ -110,13 +110,14 @@ def test_blocks_that_start_in_the_wrong_order_hang(built: Built) -> None:
 
 
 @pytest.mark.parametrize("each", [2, 3, 5])
-def test_pieces_of_blocks_add_up(each: int, built: Built) -> None:
+@pytest.mark.parametrize("name", [PARTED, "head_dim 64, distances with their gradient"])
+def test_pieces_of_blocks_add_up(name: str, each: int, built: Built) -> None:
     """The last two key blocks in shares of so many steps: each step once, and sums are read after they were handed over."""
-    config, seed = BACKWARD[PARTED], random.randrange(2**32)
+    config, seed = BACKWARD[name], random.randrange(2**32)
     assert config.stream_k
     print(f"seed {seed}")
-    machine = played(PARTED, built, seed, 3, 250, 380, 3, split=2, each=each)
-    assert sorted(multiplied(machine, "v", "do")) == steps(PARTED, 250, 380)
+    machine = played(name, built, seed, 3, 250, 380, 3, split=2, each=each)
+    assert sorted(multiplied(machine, "v", "do")) == steps(name, 250, 380)
     assert machine.handed
 
 

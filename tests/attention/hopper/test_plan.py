@@ -49,7 +49,7 @@ def test_sources_are_what_kernels_import() -> None:
 
 def test_names_are_unique_and_few() -> None:
     found = [*named_set(), *backward_set()]
-    assert len({c.name for c in found}) == len(found) <= 516
+    assert len({c.name for c in found}) == len(found) <= 522
     assert all(c.name.isidentifier() for c in found)
 
 
@@ -252,9 +252,10 @@ def test_tables_of_common_models_are_prepared() -> None:
     for dim, right, length in product((64, 128), (None, 0), (1000, 9000)):
         size = {"head_dim": dim, "head_dim_v": dim, "right": right, "seqlen_q": length, "seqlen_k": length}
         call = problem(**size, bias="distance", bias_grad=True)
-        assert plan.backward_config_for(replace(call, bias_grad=False)) == plan.backward_config_for(call)
         assert config_for(call).name in forward and "_distance" in config_for(call).name
         assert plan.backward_config_for(call).name in backward and "_distance_grad" in plan.backward_config_for(call).name
+        frozen = plan.backward_config_for(replace(call, bias_grad=False)).name
+        assert frozen in backward and "_distance" in frozen and "_grad" not in frozen
         assert not plan.backward_config_for(replace(call, heads_q=8)).waves
 
 

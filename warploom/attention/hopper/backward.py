@@ -139,7 +139,8 @@ class HopperBackward(RowKernels, Producer, Consumers):
             table_heads = bias[0].shape[0]  # type: ignore[index]
             self.spread(bias, scale).launch(grid=[table_heads, 1, 1], block=[SPREAD_THREADS, 1, 1], stream=stream)
         self.before(
-            out, dout, lse, dlse, sums, stats, counters, cu_q, *zeroed, looked_at, masked, bias, m_blocks, cleared
+            out, dout, lse, dlse, sums, stats, counters, cu_q, *zeroed, looked_at, masked, bias, m_blocks, cleared,
+            scale * LOG2_E if const_expr(self.row_statistics > 2) else None,
         ).launch(grid=[rows, 1, 1], block=[ROW_THREADS, 1, 1], stream=stream)
         # (seqlen, head_dim, heads, batch): a tile is the first two modes.
         modes = [0, 2, 1] if const_expr(varlen) else [1, 3, 2, 0]
@@ -208,11 +209,11 @@ class HopperBackward(RowKernels, Producer, Consumers):
     def workspace(self, sums, dq, rows, split):
         """What stands behind dQ / scale, (tiles, tile_m · head_dim) in accumulator order, or if nothing does in dq.
 
-        fp32 (tiles, 2, tile_m) flat: lse in log2 units, rowsum(dO∘O) − dlse. And int32 (tiles, 2) flat: key blocks that have
-        added to a part of dQ, or whether it is there (0: no, 1: on its way, 2: yes); where blocks are persistent one more, or
-        only one: key blocks handed out; before it (split, 8), of the last key blocks, whose steps are shared out: steps in the
-        sums of their warps, and under a column mask the table of ``Dealer``. Sums follow in dq: fp32 (split,
-        (head_dim_v + head_dim) · 128), dV and dK / scale of pieces.
+        fp32 (tiles, 2, tile_m) flat: lse in log2 units, rowsum(dO∘O) − dlse; or (tiles, 3, tile_m), last an lse of far keys.
+        And int32 (tiles, 2) flat: key blocks that have added to a part of dQ, or whether it is there (0: no, 1: on its way, 2:
+        yes); where blocks are persistent one more, or only one: key blocks handed out; before it (split, 8), of the last key
+        blocks, whose steps are shared out: steps in the sums of their warps, and under a column mask the table of ``Dealer``.
+        Sums follow in dq: fp32 (split, (head_dim_v + head_dim) · 128), dV and dK / scale of pieces.
         """
         config, tiles = self.config, Int64(rows)
         address = dq.iterator.toint()
@@ -312,13 +313,13 @@ class HopperBackward(RowKernels, Producer, Consumers):
         if warp == LOADER:
             for atom in (tma_q, tma_k, tma_v, tma_do):
                 cpasync.prefetch_descriptor(atom)
-        stages, dout_stages, tile_m, words_count = self.stages, self.dout_stages, self.tile_m, self.words_count
+        stages, dout_stages, tile_stats, words_count = self.stages, self.dout_stages, self.stage_statistics, self.words_count
 
         @cute.struct
         class Storage:
             barriers: cute.struct.MemRange[Int64, 2 * (stages + dout_stages) + self.drop_stages + 6]
             words: cute.struct.Align[cute.struct.MemRange[Int32, words_count], 16]
-            stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * 2 * tile_m], 128]
+            stats: cute.struct.Align[cute.struct.MemRange[Float32, stages * tile_stats], 128]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_q)], 1024]
             dout: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_do)], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_k)], 1024]

@@ -169,6 +169,9 @@ class BackwardBase(Near):
         self.abreast = config.deterministic or config.waves  # all heads of the group pass a query tile before the next one
         self.both_ways = self.mixed or config.waves  # tiles rise or fall
         self.slots = 2  # tiles of dS
+        self.lanes = next(n for n in (8, 16, 32) if 8 * n >= config.head_dim_v)  # of the kernel before, which have a row
+        self.row_statistics = config.row_statistics
+        self.stage_statistics = config.row_statistics * config.tile_m  # of a query tile
         # Warpgroups issue S and dP one after the other, and dP begins at minus its rows' delta. Measured: +2 to 5 % at 96 and
         # 128, to -6 % at 64. A softcap leaves no registers for the latter; dropout comes between dP and them.
         self.ping_pong = config.head_dim > 64

@@ -380,7 +380,7 @@ class ColumnWalk(BackwardBase):
         """
         shared, tile_m = r.shared, self.tile_m
         stage, _ = schedule.ring(j, self.stages)
-        levels = cute.make_tensor(shared.stats + stage * (2 * tile_m), cute.make_layout(tile_m))
+        levels = cute.make_tensor(shared.stats + stage * self.stage_statistics, cute.make_layout(tile_m))
         odd = Int32(0)
         for i in cutlass.range_constexpr(-(-tile_m // WARP)):
             row = i * WARP + cute.arch.lane_idx()

@@ -180,6 +180,8 @@ class Consumers(Dealer, DropoutSteps):
                         m += onward
         elif const_expr(config.columns):
             self.masked_steps(r, work)
+        elif const_expr(config.stream_k and self.reads_distances):
+            self.shared_steps_by_distance(r, work)
         elif const_expr(config.stream_k):
             begin = work.base - first
             for lower, upper, masked in parts:
@@ -192,7 +194,7 @@ class Consumers(Dealer, DropoutSteps):
             for member in cutlass.range(work.group_size, unroll=1):
                 self.take_member(r, work, member)
                 if const_expr(self.reads_distances):
-                    j = self.steps_by_distance(r, work, j)
+                    j = self.steps_by_distance(r, work.bounds, j)
                 else:
                     for lower, upper, masked in parts:
                         for m in cutlass.range(lower, upper, unroll=1):
@@ -200,40 +202,49 @@ class Consumers(Dealer, DropoutSteps):
                             j += 1
 
     @cute.jit
-    def steps_by_distance(self, r, work, j):
+    def shared_steps_by_distance(self, r, work):
+        """A piece of a block's steps under a table: the query tiles of each query head that are in it."""
+        first, plain, _, end = work.bounds
+        m_blocks = work.m_blocks
+        j, member = Int32(0) + work.base, first // m_blocks
+        for _ in cutlass.range(cute.ceil_div(end, m_blocks) - member, unroll=1):
+            before = member * m_blocks
+            lower, upper = cutlass.max(first - before, 0), cutlass.min(end - before, m_blocks)
+            self.take_member(r, work, member)
+            j = self.steps_by_distance(r, (lower, choose(plain == first, lower, upper), upper, upper), j)
+            member += 1
+
+    @cute.jit
+    def steps_by_distance(self, r, bounds, j):
         """Query tiles of a query head under a table: far right, near or partial, far left and, of a window, partial."""
-        first, near, left, past, end = self.near_and_far(r, work)
-        if const_expr(self.config.right):
+        first, near, left, past, end = self.near_and_far(r, bounds)
+        if const_expr(self.config.right and not self.config.left):
             for m in cutlass.range(near, left, unroll=1):
                 self.step(r, m, j, True)
                 j += 1
             for m in cutlass.range(left, past, unroll=1):
                 self.step(r, m, j, False, None, FAR)
                 j += 1
-            self.leave_far(r, r.distances.given.table.shape[1] - 1)
-            if const_expr(self.config.left):
-                for m in cutlass.range(past, end, unroll=1):
-                    self.step(r, m, j, True)
-                    j += 1
         else:
-            # Far tiles of either side by one loop: ptxas has no registers for another.
-            m, far, close, entry = first, near, left, Int32(0)
+            # Far tiles of either side by one loop, and all others: ptxas has no registers for more.
+            m, far, close = first, near, left
             for _ in cutlass.range(2, unroll=1):
                 for _ in cutlass.range(far - m, unroll=1):
                     self.step(r, m, j, False, None, FAR)
                     j += 1
                     m += 1
-                self.leave_far(r, entry)
+                if const_expr(not self.config.right):
+                    self.leave_right(r)
                 for _ in cutlass.range(close - m, unroll=1):
                     self.step(r, m, j, True)
                     j += 1
                     m += 1
-                far, close, entry = past, end, r.distances.given.table.shape[1] - 1
+                far, close = past, end
         return j
 
-    def near_and_far(self, r: Any, work: Any) -> tuple[Any, ...]:
+    def near_and_far(self, r: Any, bounds: Any) -> tuple[Any, ...]:
         """Where those begin, and where the last end."""
-        first, whole_first, whole_end, end = work.bounds
+        first, whole_first, whole_end, end = bounds
         near, left = r.distances.ends[0], r.distances.ends[1]
         if self.config.right:
             near = first
@@ -504,12 +515,10 @@ class Consumers(Dealer, DropoutSteps):
         stage, phase = schedule.ring(j, self.stages)
         r = self.at_slot(r, stage, phase)
         near = const_expr(self.reads_distances and place == NEAR)
-        if const_expr(self.reads_distances):
-            hides = self.may_hide(r.distances.given, r.distances.head[0])
         if const_expr(not config.columns):
             cute.arch.mbarrier_wait(shared.q_full + stage, phase)
-        if const_expr(self.reads_distances):  # noqa: SIM102
-            if hides == 1:  # in far tiles too: the same step may be near for the other warpgroup
+        if const_expr(near):  # noqa: SIM102
+            if self.hides(r.distances):  # then no tile is far, for neither warpgroup
                 self.clear_unseeing(r, j)
         if const_expr(config.columns and masked):
             self.find_hidden(r, work, m, stage)
@@ -521,11 +530,11 @@ class Consumers(Dealer, DropoutSteps):
             self.wait_ping_pong(r.group)
         gemm(r.mma_scores, r.acc_s, r.k, r.q[None, None, None, stage], near)
         # Slopes of a softcap, or Philox, leave no registers for that, nor bits of a mask: ptxas would wait for each product.
-        apart = self.reads_distances and not config.right  # far tiles may differ
-        spare = const_expr(not (config.softcap or config.dropout or self.biased or near or apart))
-        late = const_expr(not spare or (config.columns and masked))
+        spare = const_expr(not (config.softcap or config.dropout or self.biased or near))
+        # Nor has the gradient of far tiles' sums at head_dim 128.
+        late = const_expr(not spare or (config.columns and masked) or (config.bias_grad and not config.right and self.swapped))
         if const_expr(not late):
-            level = self.statistics(r, stage, 0)
+            level = self.level(r, stage, place)
         cute.arch.mbarrier_wait(shared.do_full + stage, phase)
         gemm(r.mma_scores, r.acc_dp, r.v, r.dout[None, None, None, stage], self.fold)
         if const_expr(self.ping_pong):
@@ -535,13 +544,13 @@ class Consumers(Dealer, DropoutSteps):
         if const_expr(config.columns and masked):
             self.hide(r)
         if const_expr(late):
-            level = self.statistics(r, stage, 0)
+            level = self.level(r, stage, place)
         # Of long steps a half each before and behind the wait for dP, with its own row statistics: eight registers less.
         halves = const_expr(config.columns and self.by_rows)
         if const_expr(halves):
-            self.probabilities(r, m, level, masked, place, 0)
+            self.probabilities(r, m, level, masked, 0)
         else:
-            self.probabilities(r, m, level, masked, place)
+            self.probabilities(r, m, level, masked)
         delta = None
         if const_expr(spare and not self.fold and not halves):
             delta = self.statistics(r, stage, 1)
@@ -552,7 +561,7 @@ class Consumers(Dealer, DropoutSteps):
             self.release_last(r, j, shared.v_empty)
         if const_expr(halves):
             level = self.statistics(r, stage, 0)
-            self.probabilities(r, m, level, masked, place, 1)
+            self.probabilities(r, m, level, masked, 1)
         if const_expr((not spare or halves) and not (self.fold or config.dropout)):
             delta = self.statistics(r, stage, 1)
         if const_expr(config.dropout):
@@ -564,7 +573,7 @@ class Consumers(Dealer, DropoutSteps):
         if const_expr(config.bias_grad):  # behind that: before dS is packed ptxas spills more at 128
             if const_expr(near):
                 self.add_near(r, m)
-            else:
+            elif const_expr(not config.right):
                 self.add_far(r)
         # Not before dS is there: under the wait for the other warpgroup's, where nothing else could run.
         gemm(r.mma_values, r.acc_dv, r.p, r.do_turned[None, None, None, stage], True)
@@ -599,17 +608,23 @@ class Consumers(Dealer, DropoutSteps):
             if group == 1:
                 self.pass_ping_pong(group)
 
+    def level(self, r: Any, stage: Any, place: str) -> Any:
+        """lse of this thread's queries; of a tile far to the right of which that is less all its values."""
+        if self.reads_distances and place == FAR and not self.config.right:
+            r = r.but(stats=r.stats + cute.assume(r.distances.right[0], divby=2))
+        return self.statistics(r, stage, 0)
+
     @cute.jit
     def statistics(self, r, stage, which, first=0, queries=0):
         """A row statistic of this thread's queries, or of ``queries`` from the ``first`` on, in the order of columns."""
         groups = (queries or self.tile_m) // 8
-        source = r.stats + cute.assume(stage * (2 * self.tile_m), divby=2) + (which * self.tile_m + first)
+        source = r.stats + cute.assume(stage * self.stage_statistics, divby=2) + (which * self.tile_m + first)
         values = cute.make_rmem_tensor((2, groups), Float32)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout((2, groups), stride=(1, 8))), values)
         return cute.make_tensor(values.iterator, cute.make_layout(2 * groups))
 
     @cute.jit
-    def probabilities(self, r, m, level, masked, place=NEAR, half=-1):
+    def probabilities(self, r, m, level, masked, half=-1):
         """P from the raw scores and lse, as an operand and, times the softcap's derivative, in the scores' place.
 
         ``half``: 0 or 1 for those of the first or the last queries alone.
@@ -636,8 +651,6 @@ class Consumers(Dealer, DropoutSteps):
                 above = level[c + j] + r.hidden[i] if const_expr(masked and config.stream_k) else level[c + j]
                 if const_expr(self.biased):
                     above = level_of(above, i, c + j)
-                if const_expr(self.reads_distances and place == FAR and not config.right):
-                    above = above - r.distances.right[0]
                 weight, slope = self.weigh(r, r.rows_s[i, c + j], above, masked)
                 r.rows_s[i, c + j] = weight * slope if const_expr(self.config.softcap) else weight
                 p.append(weight)

@@ -1,12 +1,14 @@
 """Biases that are read by distance in the backward, and the gradient of their table.
 
 As in the forward, scores of query tiles near the keys begin at the values of their distances. Where keys are far to the left of
-all queries of a tile it begins at nothing, as rows' lse are less the same number as values are; far to the right one number is
-added to all.
+all queries of a tile it begins at nothing, as rows' lse are less the same number as values are; far to the right too, where
+rows have an lse of their own.
 
 dS of a near tile is summed along its diagonals: in registers, where a thread has two keys, then over the lanes of a warp, which
-adds the sums to the gradient. What lies past an end of the table is one sum of a warp and step: all warps add it to one number.
-Of far tiles a thread sums what it has, for a query head's whole run of them. Sums of warps meet in global memory in any order.
+adds the sums to the gradient. What lies past the right end of the table is one sum of a warp and step: all warps add it to one
+number. Of tiles far right a thread sums what it has, for a query head's whole run of them. What lies past the left end, most of
+a long call, is not summed: dS of a row adds up to 0, so that end gets what all others get, less. Sums of warps meet in global
+memory in any order.
 
 Keys and values that no query of the group sees for -inf are cleared before the first product of a block; so are queries that
 see nothing, and their dO, if they hold anything but numbers: P and dS are 0 there, but 0 times NaN is NaN. Far tiles have no
@@ -45,6 +47,8 @@ from warploom.kernels.distances import HEADER, PAD, head_length
 
 # Where a query tile lies: near the keys, or so far that all its values are one.
 NEAR, FAR = "near", "far"
+# In the place of the first query tile that lies far left: none does; and values may hide.
+NEVER, HIDING = 1 << 28, 1 << 29
 
 
 class KeyDistances(Fields):
@@ -53,9 +57,9 @@ class KeyDistances(Fields):
     given: Distances
     head: Any  # of the steps; addresses are found anew where they are needed: their registers are the steps'
     apart: Any  # distance of the block's first query tile's first query to the warpgroup's first key
-    right: Any  # log2 units: what all values far right are; then, without a limit on the right, those of the far left: 0
+    right: Any  # from a row's lse to that which tiles far right take; once those are done: 0
     ends: Any  # query tiles before the first lie far right of it, from the second on far left
-    far: Any  # this thread's sum of a run of far tiles
+    far: Any  # this thread's sum of tiles far right
 
 
 def first_of_head(distances: Distances, head: Any) -> Any:
@@ -88,9 +92,10 @@ class DistanceSteps(ColumnWalk):
         """The table of each head, spread out."""
         spread_out(distances_of(distances), scale, True)
 
-    def level_base(self, distances: Any, head: Any) -> Any:
-        """What scores are less, in log2 units: so are the rows' lse."""
-        return facts_of(distances, head)[BASE] * LOG2_E
+    def levels(self, distances: Any, head: Any, multiplier: Any) -> tuple[Any, Any]:
+        """What scores are less, in log2 units, and so rows' lse; and what of those far right, in units of ``multiplier``."""
+        facts = facts_of(distances, head)
+        return facts[BASE] * LOG2_E, Float32(0.0) if multiplier is None else facts[RIGHT] * multiplier
 
     def distances(self, given: Any) -> KeyDistances | None:
         """Of a call; None without a table."""
@@ -100,7 +105,7 @@ class DistanceSteps(ColumnWalk):
             given=given.distances,
             head=cute.make_rmem_tensor(1, Int32),
             apart=cute.make_rmem_tensor(1, Int32),
-            right=cute.make_rmem_tensor(1, Float32),
+            right=cute.make_rmem_tensor(1, Int32),
             ends=cute.make_rmem_tensor(2, Int32),
             far=cute.make_rmem_tensor(1, Float32),
         )
@@ -111,19 +116,25 @@ class DistanceSteps(ColumnWalk):
         own, tile_m = r.distances, self.tile_m
         given = own.given
         entries = given.table.shape[1]
-        facts = facts_of(given, head)
-        words = cute.recast_tensor(facts, Int32)
+        words = cute.recast_tensor(facts_of(given, head), Int32)
+        hides = words[HIDES] == 1
         key = work.n_block * self.tile_n + r.group * 64
         apart = work.shift + given.origin - key
         own.head[0] = head
         own.apart[0] = apart
-        own.right[0] = facts[RIGHT] * r.multiplier
+        own.right[0] = Int32(2 * tile_m)
         # Far right are tiles whose last query is no farther than its nearest key; far left those whose first is past the table.
         right = cutlass.max(1 - apart, 0) // tile_m
         left = cute.ceil_div(cutlass.max(entries - 1 + 63 - apart, 0), tile_m)
-        own.ends[0] = right if words[RIGHT_FAR] == 1 else Int32(0)
-        own.ends[1] = left if words[LEFT_FAR] == 1 else Int32(1 << 28)
+        # Where values may hide, queries of all tiles are looked at: none counts as far.
+        own.ends[0] = right if words[RIGHT_FAR] == 1 and not hides else Int32(0)
+        own.ends[1] = left if words[LEFT_FAR] == 1 else Int32(NEVER)
+        own.ends[1] = Int32(HIDING) if hides else own.ends[1]
         own.far[0] = Float32(0.0)
+
+    def hides(self, own: KeyDistances) -> Any:
+        """Whether values of the head's table may be -inf."""
+        return own.ends[1] == HIDING
 
     def gradient_of_head(self, own: KeyDistances) -> Any:
         """Address of the gradient's first entry."""
@@ -185,23 +196,25 @@ class DistanceSteps(ColumnWalk):
 
     @cute.jit
     def add_far(self, r):
-        """Sum a far tile's dS, which all belong to one entry."""
-        sums = [Float32(0.0), Float32(0.0)]
+        """Sum the dS of a tile far right, which all belong to one entry; of one far left nothing."""
+        own, sums = r.distances, [Float32(0.0), Float32(0.0)]
         for c in cutlass.range_constexpr(self.tile_m // 4):
             for i in cutlass.range_constexpr(2):
                 sums[i] = sums[i] + r.rows_dp[i, c]
-        r.distances.far[0] = r.distances.far[0] + (sums[0] + sums[1])
+        own.far[0] = own.far[0] + (sums[0] + sums[1] if own.right[0] > 0 else Float32(0.0))
 
     @cute.jit
-    def leave_far(self, r, entry):
-        """Add the sum of a run of far tiles to the entry of that side; what comes is not far right."""
+    def leave_right(self, r):
+        """Tiles far right are done: what they sum up to is added to the entry of that side, and taken from the other one."""
         own = r.distances
-        own.right[0] = Float32(0.0)
+        right = own.right[0]
         if const_expr(self.config.bias_grad):
+            gradient, last = self.gradient_of_head(own), own.given.table.shape[1] - 1
             total = cute.arch.warp_reduction_sum(own.far[0])
-            if cute.arch.lane_idx() == 0:
-                add_to(self.gradient_of_head(own) + Int64(4 * entry), total)
-            own.far[0] = Float32(0.0)
+            if cute.arch.lane_idx() == 0 and right > 0:
+                add_to(gradient, total)
+                add_to(gradient + Int64(last) * 4, -total)
+        own.right[0] = Int32(0)
 
     @cute.jit
     def add_near(self, r, m):
@@ -249,11 +262,14 @@ class DistanceSteps(ColumnWalk):
             for n in cutlass.range_constexpr(len(sums)):
                 past += sums[n] if first + 8 * n <= 0 else Float32(0.0)
             self.add_past(gradient, past)
-        if nearest + self.tile_m > last:
-            past = Float32(0.0)
-            for n in cutlass.range_constexpr(len(sums)):
-                past += sums[n] if first + 8 * n >= cutlass.max(last, 1) else Float32(0.0)
-            self.add_past(gradient + Int64(last) * 4, past)
+        inside = Float32(0.0)
+        for n in cutlass.range_constexpr(len(sums)):
+            inside -= sums[n] if first + 8 * n < cutlass.max(last, 1) else Float32(0.0)
+        table, head, hides = own.given.table, own.head[0], self.hides(own)
+        if hides:
+            value = table[cutlass.min(head, table.shape[0] - 1), last]
+            inside = Float32(0.0) if value == -Float32.inf else inside
+        self.add_past(gradient + Int64(last) * 4, inside)
 
     @cute.jit
     def add_past(self, address, part):

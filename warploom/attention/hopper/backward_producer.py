@@ -200,7 +200,7 @@ class Producer(Drawer):
             if steps > 0:  # else nobody waits for what would still be on its way when the block ends
                 expect(shared.k_full, 2 * self.tile_n * config.head_dim)
                 load_tile(keys, None, 0, shared.k_full)
-        queries_bytes, stats_bytes = 2 * self.tile_m * config.head_dim, 8 * self.tile_m
+        queries_bytes, stats_bytes = 2 * self.tile_m * config.head_dim, 4 * self.stage_statistics
         if const_expr(config.columns):
             abreast, at, beside = self.heads_to_pass(work), Int32(0), Int32(0)
             member, turned, place = -abreast, Int32(0), Int32(0)
@@ -237,8 +237,8 @@ class Producer(Drawer):
                 expect(shared.q_full + stage, queries_bytes + stats_bytes)
             load_tile(queries, None, stage, shared.q_full, stage)
             with cute.arch.elect_one():
-                source = stats.iterator + Int64(tile) * (2 * self.tile_m)
-                bulk_load(shared.stats + stage * (2 * self.tile_m), source, stats_bytes, shared.q_full + stage)
+                source = stats.iterator + Int64(tile) * self.stage_statistics
+                bulk_load(shared.stats + stage * self.stage_statistics, source, stats_bytes, shared.q_full + stage)
             if const_expr(not config.persistent):  # noqa: SIM102
                 if j == 0:
                     expect(shared.v_full, 2 * self.tile_n * config.head_dim_v)

@@ -25,6 +25,8 @@ from warploom.kernels.cute.epilogue import quad_words, store_words
 from warploom.kernels.cute.instructions import pack16, store_matrices
 from warploom.kernels.cute.packed import bounds, locate
 
+AT_ONCE = 5  # rows of a thread whose loads are under way together
+
 
 class RowKernels(Dealer, BiasSteps, DistanceSteps):
     """What runs over rows of Q rather than blocks of keys."""
@@ -48,6 +50,7 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
         bias: tuple[Any, ...] | None,
         m_blocks: Int32,
         cleared: Int32 | None,
+        multiplier: Float32 | None,
     ):
         """Row statistics of a query tile, and zeros where its dQ will be summed up or where it is said to be there.
 
@@ -57,8 +60,10 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
         or with a table of distances a finite one that does the same, unless it holds NaN or infinity in ``q`` or dO, which the
         consumers then clear. Under a mask the first thread block deals out the last key blocks, for which ``masked`` is what
         ``key_blocks`` and ``deal`` take.
+
+        ``multiplier``: what makes log2 units of raw scores, where a row's lse stands once more, as keys far right take it.
         """
-        tile_m, lanes = self.tile_m, 16 if self.config.head_dim_v <= 128 else 32
+        tile_m, lanes = self.tile_m, self.lanes
         thread, index = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         if const_expr(self.config.varlen):
             self.clear(dk, cu_k)
@@ -66,6 +71,9 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
         batch, head, start, seqlen_q, m_block, sequence = self.query_tile(index, m_blocks, out, cu_q)
         slopes = slopes_of(bias) if const_expr(self.biased) else None
         distances = distances_of(bias) if const_expr(self.reads_distances) else None
+        lower, right = Float32(0.0), Float32(0.0)
+        if const_expr(distances is not None):
+            lower, right = self.levels(distances, head, multiplier)
         if const_expr(not self.config.claims):
             size = tile_m * self.config.head_dim
             into = sums.iterator + Int64(index) * size
@@ -91,34 +99,47 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
         if const_expr(self.config.states > 0):  # noqa: SIM102
             if thread < self.config.states:
                 counters[Int64(index) * self.config.states + thread] = Int32(0)  # type: ignore[index]
-        column = thread % lanes * 8
-        for i in cutlass.range_constexpr(tile_m * lanes // ROW_THREADS):
-            in_tile = thread // lanes + i * (ROW_THREADS // lanes)
-            row = m_block * tile_m + in_tile
-            total = Float32(0.0)
-            if row < seqlen_q and column < out.shape[-1]:
-                a, b = self.eight(out, batch, start + row, head, column), self.eight(dout, batch, start + row, head, column)
+        column, count = thread % lanes * 8, tile_m * lanes // ROW_THREADS
+        for first in cutlass.range_constexpr(0, count, AT_ONCE):
+            # All loads of some rows, of the sequence's last one in place of those past it, before anything waits for one.
+            taken = []
+            for i in cutlass.range_constexpr(first, min(first + AT_ONCE, count)):
+                in_tile = thread // lanes + i * (ROW_THREADS // lanes)
+                row = m_block * tile_m + in_tile
+                inside = row < seqlen_q
+                place = start + cutlass.max(cutlass.min(row, seqlen_q - 1), 0)
+                place = cutlass.min(place, out.shape[0 if const_expr(self.config.varlen) else 1] - 1)
+                at = choose(column < out.shape[-1], column, 0)
+                found = self.of_row(lse, batch, head, place)
+                taken.append(
+                    (in_tile, inside, place, found, *(self.eight(t, batch, place, head, at) for t in (out, dout)))
+                )
+            for in_tile, inside, place, found, a, b in taken:
+                total = Float32(0.0)
                 for j in cutlass.range_constexpr(8):
                     total += a[j].to(Float32) * b[j].to(Float32)
-            total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
-            unseeing = Float32.inf
-            if const_expr(q is not None):
-                unseeing = self.unseeing_level(q, dout, lse, batch, head, start + row, column, row < seqlen_q, lanes)
-            if column == 0:
-                level = unseeing
-                if row < seqlen_q:
-                    found = self.of_row(lse, batch, head, start + row)
-                    if const_expr(dlse is not None):
-                        total -= self.of_row(dlse, batch, head, start + row)
-                    level = unseeing if found == -Float32.inf else found * LOG2_E - self.lift
-                    if const_expr(slopes is not None):
-                        level += self.row_bias(slopes, sequence, head, in_tile)
-                    if const_expr(distances is not None):
-                        level -= self.level_base(distances, head)
-                    total = Float32(0.0) if found == -Float32.inf else total
-                base = Int64(index) * (2 * tile_m) + in_tile
-                stats[base] = level
-                stats[base + tile_m] = total
+                total = total if inside and column < out.shape[-1] else Float32(0.0)
+                total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+                unseeing = Float32.inf
+                if const_expr(q is not None):
+                    blind = inside and found == -Float32.inf
+                    unseeing = self.unseeing_level(q, dout, batch, head, place, column, blind, lanes)
+                if column == 0:
+                    level = unseeing
+                    if inside:
+                        if const_expr(dlse is not None):
+                            total -= self.of_row(dlse, batch, head, place)
+                        level = unseeing if found == -Float32.inf else found * LOG2_E - self.lift
+                        if const_expr(slopes is not None):
+                            level += self.row_bias(slopes, sequence, head, in_tile)
+                        if const_expr(distances is not None):
+                            level -= lower
+                        total = Float32(0.0) if found == -Float32.inf else total
+                    base = Int64(index) * self.stage_statistics + in_tile
+                    stats[base] = level
+                    stats[base + tile_m] = total
+                    if const_expr(multiplier is not None):
+                        stats[base + 2 * tile_m] = level - right
 
     def key_blocks(self, out: Any, m_blocks: Any, masked: Any) -> Call:
         """What is to be known of a masked call's key blocks, whose sizes and limits ``masked`` has."""
@@ -147,22 +168,18 @@ class RowKernels(Dealer, BiasSteps, DistanceSteps):
         )
 
     @cute.jit
-    def unseeing_level(self, q, dout, lse, batch, head, row, column, inside, lanes):
-        """What stands for a row's lse if it sees nothing: +inf where it holds anything but numbers.
-
-        ``row`` of the tensors, which is ``inside`` of its sequence.
-        """
+    def unseeing_level(self, q, dout, batch, head, row, column, blind, lanes):
+        """What stands for the lse of a row of the tensors if it is ``blind``: +inf where it holds anything but numbers."""
         odd = Float32(0.0)
-        if inside:  # noqa: SIM102
-            if self.of_row(lse, batch, head, row) == -Float32.inf:
-                for t in (q, dout):
-                    for part in cutlass.range_constexpr(-(-self.config.head_dim // (8 * lanes))):
-                        at = column + part * (8 * lanes)
-                        if at < t.shape[-1]:
-                            values = self.eight(t, batch, row, head, at)
-                            for j in cutlass.range_constexpr(8):
-                                value = values[j].to(Float32)
-                                odd += value - value
+        if blind:
+            for t in (q, dout):
+                for part in cutlass.range_constexpr(-(-self.config.head_dim // (8 * lanes))):
+                    at = column + part * (8 * lanes)
+                    if at < t.shape[-1]:
+                        values = self.eight(t, batch, row, head, at)
+                        for j in cutlass.range_constexpr(8):
+                            value = values[j].to(Float32)
+                            odd += value - value
         odd = cute.arch.warp_reduction_sum(odd, threads_in_group=lanes)
         return FAR_LEVEL if odd == 0.0 else Float32.inf
 

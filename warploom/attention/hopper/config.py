@@ -249,8 +249,13 @@ class BackwardConfig:
         return tiles * (self.tile_m * self.head_dim)
 
     def stats(self, tiles: int) -> int:
-        """Floats of their rows' lse and delta."""
-        return tiles * (2 * self.tile_m)
+        """Floats of their rows' statistics."""
+        return tiles * (self.row_statistics * self.tile_m)
+
+    @property
+    def row_statistics(self) -> int:
+        """Of a row its lse and delta; and, where keys far to the right may be seen, the lse that those take."""
+        return 3 if self.bias == "distance" and not self.right else 2
 
     @property
     def states(self) -> int:
@@ -300,7 +305,7 @@ class BackwardConfig:
     @property
     def stream_k(self) -> bool:
         """Whether the steps of a call's last key blocks may be shared out (stream-K): where all blocks have the same steps."""
-        alike = not (self.right or self.left or self.varlen or self.columns or self.bias)
+        alike = not (self.right or self.left or self.varlen or self.columns or self.bias == "alibi")
         return self.persistent and alike and not (self.roles or self.pair)
 
     @property
@@ -330,7 +335,8 @@ class BackwardConfig:
         dS, and dQ on its way out.
         """
         keys = 2 * self.tile_n * (self.head_dim + self.head_dim_v)
-        rings = self.tile_m * (self.stages * (2 * self.head_dim + 8) + self.dout_stages * 2 * self.head_dim_v)
+        rows = 2 * self.head_dim + 4 * self.row_statistics
+        rings = self.tile_m * (self.stages * rows + self.dout_stages * 2 * self.head_dim_v)
         tile = 2 * self.tile_m * self.tile_n
         if self.pair:  # P, dS of both blocks, half of the other's K, three eighths of dQ
             return keys + rings + 3 * tile + self.tile_n * self.head_dim + 12 * self.tile_m * self.head_dim // 8

@@ -95,17 +95,20 @@ class DistanceScores(ForwardBase):
     @cute.jit
     def begin_near(self, work, n, masked):
         """Scores of key tile ``n`` begin at the values of their distances; and of a masked tile which do not hide."""
-        own, rows, shown = work.distances, work.rows_s, [Int32(0), Int32(0)]
+        own, rows, words, hides = work.distances, work.rows_s, work.mask_words, work.distances.ends[2]
         place = own.places[0] + n * self.tile_n
         address = values_at(own.head[0], own.given.table.shape[1], place, own.places[1], -self.tile_n)
         for i in cutlass.range_constexpr(self.tile_n // 8):
             for r in cutlass.range_constexpr(2):
                 rows[r, 2 * i], rows[r, 2 * i + 1] = load_two(address, 32 * (i - r))
-                if const_expr(masked):
-                    for c in cutlass.range_constexpr(2 * i, 2 * i + 2):
-                        shown[r] = with_shown(shown[r], c, rows[r, c])
-        for r in cutlass.range_constexpr(2):
-            work.mask_words[r] = shown[r]
+        words.fill(-1)
+        if const_expr(masked):  # noqa: SIM102
+            if hides == 1:
+                for r in cutlass.range_constexpr(2):
+                    shown = Int32(0)
+                    for c in cutlass.range_constexpr(self.tile_n // 4):
+                        shown = with_shown(shown, c, rows[r, c])
+                    words[r] = shown
 
     @cute.jit
     def clear_unseen(self, work, n, stage, phase, rows):

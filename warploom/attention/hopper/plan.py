@@ -477,8 +477,6 @@ def takes_dropout(features: Features) -> bool:
 @cache
 def backward_config(features: Features, short: bool, waves: bool = False) -> BackwardConfig:
     """The variant for a call's features; ``short`` as ``is_short`` has it, ``waves``: in waves."""
-    if features.bias == "distance":  # a frozen table's own kernel compiles, but was not compared with anything on a GPU yet
-        features = features._replace(bias_grad=True)
     dims = backward_dims(features)
     tile_m, tile_n, dout_stages = BACKWARD_TILES[dims]
     left, softcap, varlen, deterministic = features.left, features.softcap, features.varlen, features.deterministic
@@ -490,7 +488,7 @@ def backward_config(features: Features, short: bool, waves: bool = False) -> Bac
     # A word of the scheduler's would spill; packed calls of 128 queries a step have not run on a GPU.
     if features.columns and tile_m == 128 and (varlen or (left and not deterministic)):
         tile_m = 64
-    if biased and (deterministic or (features.bias_grad and varlen)):
+    if biased and (deterministic or (features.bias == "distance" and varlen)):
         tile_m = 64
     if (softcap or features.dropout) and tile_n == 112:
         tile_n = 96  # constants, or Philox, would spill
@@ -585,7 +583,7 @@ def backward_set() -> list[BackwardConfig]:
 
     Full, causal and windows, each plain, short, deterministic or packed, causal ones in waves, and with column masks, short or
     not, deterministic or not; full and causal ones packed under a column mask; with ALiBi dense ones, full or causal, those
-    that reach too, and causal packed ones; dense ones with a table of distances and its gradient, full or causal.
+    that reach too, and causal packed ones; dense ones with a table of distances and its gradient or none, full or causal.
 
     Others are compiled when first called for.
     """
@@ -613,8 +611,8 @@ def backward_set() -> list[BackwardConfig]:
     found |= {backward_config(Features(torch.bfloat16, *dims, bias="alibi"), False): None for dims in WITH_BIAS}
     for dims, right, short in product(WITH_BIAS, (False, True), (False, True)):
         found[with_reach(backward_config(Features(torch.bfloat16, *dims, right=right, bias="alibi"), short))] = None
-    for dims, right, short in product(WITH_BIAS, (False, True), (False, True)):
-        features = Features(torch.bfloat16, *dims, right=right, bias="distance", bias_grad=True)
+    for dims, right, grad, short in product(WITH_BIAS, *((False, True),) * 3):
+        features = Features(torch.bfloat16, *dims, right=right, bias="distance", bias_grad=grad)
         found[backward_config(features, short)] = None
     found |= {backward_config(Features(dtype, *IN_WAVES, right=True), False, waves=True): None for dtype in DTYPES}
     return list(found)

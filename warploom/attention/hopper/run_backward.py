@@ -58,14 +58,14 @@ def backward(
     gradient = _table_gradient(args)
     args = with_bounds(with_columns(args), packed=True)
     found = bind(args, dlse is not None, gradient)(dout, dlse, out, lse, *args.tensors())
-    return (*found, gradient) if gradient is not None and args.bias_grad else found
+    return found if gradient is None else (*found, gradient)
 
 
 def _table_gradient(args: AttentionArgs) -> Tensor | None:
-    """What the kernel adds a table's gradient to: zeros, or where nobody asked for it, what nobody reads."""
-    if args.bias is None or args.bias_kind != "distance":
+    """Zeros that the kernel adds a table's gradient to, if it is asked for."""
+    if args.bias is None or args.bias_kind != "distance" or not args.bias_grad:
         return None
-    return torch.zeros_like(args.bias) if args.bias_grad else torch.empty_like(args.bias)
+    return torch.zeros_like(args.bias)
 
 
 def bind(args: AttentionArgs, with_dlse: bool, gradient: Tensor | None = None) -> Backward:
