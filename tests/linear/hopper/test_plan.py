@@ -199,7 +199,7 @@ def test_dispatch_can_be_traced(machine: None, monkeypatch: pytest.MonkeyPatch, 
 
 def test_names_and_the_named_set() -> None:
     names = [variant.name for variant in named_set()]
-    assert len(set(names)) == len(names) == 54
+    assert len(set(names)) == len(names) == 56
     assert names[0] == "linear_walk_sm90_bfloat16_d64_v64_64s4x4_c1g1_fading"
     assert set(names) <= {spec.name for spec in every_module("sm_90a")}
     assert not set(names) & {spec.name for spec in every_module("sm_80")}
@@ -219,6 +219,8 @@ def test_named_set_has_every_variant_of_a_call() -> None:
         assert set(found) <= set(named_set()) and [variant.terms for variant in found] == [False, True, True, False]
         assert {variant.cut for variant in found} == {cut}
     for a_head in (False, True):
+        assert {variant.cut for variant in configs(64, False, True, a_head, True)} == {True}
+        assert set(configs(64, False, True, a_head, True)) <= set(named_set())
         found = configs(128, False, True, a_head, False, True, True)
         assert set(found) <= set(named_set()) and [variant.paired for variant in found] == [False, False, True]
     for kind in ((False, False), (False, True), (False, True, True)):

@@ -4,8 +4,7 @@ One kernel, the walk (TMA, wgmma, warp specialisation), sums (a_i · b_j) c_j ov
 gradients are such sums. A block walks a sequence in chunks with a slice of the state in registers; two walks that read the
 same go side by side where heads leave processors idle. Modules are compiled ahead of time by `warploom build`, or once at
 first use. Maps and denominators are passes over rows in Triton, and so are the states of segments where few sequences are
-cut. A state that is asked for, the gradient of a decay past head_dim 128, and gradients of cut sequences whose decay has none
-are the next implementation's.
+cut. A state that is asked for, and the gradient of a decay past head_dim 128 are the next implementation's.
 """
 
 from __future__ import annotations
@@ -95,10 +94,8 @@ def _paired(call: LinearCall) -> bool:
 
 
 def _goes_on(call: LinearCall, ds: Tensor | None, dz: Tensor | None) -> bool:
-    """Whether gradients come from the next implementation: of states, of wide heads' logs, of cut ones whose logs have none."""
-    if ds is not None or dz is not None:
-        return True
-    return not _leaves_terms(call) if call.decay_grad else _segments(call) > 1
+    """Whether gradients come from the next implementation: of states, and of wide heads' logs."""
+    return ds is not None or dz is not None or (call.decay_grad and not _leaves_terms(call))
 
 
 def _leaves_terms(call: LinearCall) -> bool:

@@ -102,12 +102,10 @@ def configs(
     logs: bool = False,
     paired: bool = False,
 ) -> tuple[WalkConfig, ...]:
-    """All that a call may need: for out, dq, dk and dv; of one that is cut for out, unless ``logs`` ask for a gradient.
+    """All that a call may need: for out, dq, dk and dv.
 
-    Of such logs, where walks find it, the gradient too, ``paired`` as `side_by_side` has it.
+    Of ``logs`` that ask for a gradient, where walks find it, that too, ``paired`` as `side_by_side` has it.
     """
-    if cut and not logs:
-        return (config(width, fading=fading, a_head=a_head, cut=True),)
     if not normalize:
         kind = {"fading": fading, "a_head": a_head, "cut": cut}
         forward, reverse = config(width, **kind), config(width, reverse=True, **kind)
@@ -126,7 +124,7 @@ def named_set() -> list[WalkConfig]:
     """The variants that `warploom build` prepares: all there are."""
     kinds: list[tuple[bool, ...]] = [(False, False), (True, False), (False, True), (False, True, True)]
     taken = [(width, kind) for width, kind in product(WIDTHS, kinds) if width >= narrowest(*kind[:2])]
-    taken += [(WIDTHS[0], (False, True, a_head, True, True)) for a_head in (False, True)]
+    taken += [(WIDTHS[0], (False, True, a_head, True, logs)) for a_head in (False, True) for logs in (False, True)]
     taken += [(width, (False, True, a_head, False, True)) for width in TERMS for a_head in (False, True)]
     taken += [(width, (False, True, a_head, False, True, True)) for width in PAIRED for a_head in (False, True)]
     return list(dict.fromkeys(v for width, kind in taken for v in configs(width, *kind)))

@@ -43,13 +43,7 @@ class Logs(WalkBase):
         after, counted = Float32(0.0), Int32(totals_q.shape[1])
         for t in cutlass.range(warp, given.chunks, FINDERS, unroll=1):
             n = self.chunk_at(t, given)
-            # Pairs that pass the end of the chunk.
-            passing = Float32(0.0)
-            for m in cutlass.range(n + 1 + lane, counted, WARP, unroll=1):
-                for g in cutlass.range_constexpr(config.groups):
-                    passing = passing + (totals_q[g, m] - totals_k[g, m])
-            after = after + cute.arch.warp_reduction_sum(passing)
-            counted = n + 1
+            # All is asked for at once: each answer takes memory a good part of a step.
             own = self.sum_of_groups(totals_k, n, config.groups)
             asked, written, fades = [], [], []
             for half in cutlass.range_constexpr(2):
@@ -62,6 +56,13 @@ class Logs(WalkBase):
                 written.append(pick(token < seqlen, both[1], 0.0))
                 # Nothing comes before the first token, nor from before where all is forgotten, whatever rounding left.
                 fades.append(pick(log < FORGETS, 0.0, pick(token > 0, 1.0, 0.0)))
+            # Pairs that pass the end of the chunk.
+            passing = Float32(0.0)
+            for m in cutlass.range(n + 1 + lane, counted, WARP, unroll=1):
+                for g in cutlass.range_constexpr(config.groups):
+                    passing = passing + (totals_q[g, m] - totals_k[g, m])
+            after = after + cute.arch.warp_reduction_sum(passing)
+            counted = n + 1
             since = [self.summed(x, lane, True) for x in asked]
             until = [self.summed(x, lane, False) for x in written]
             since[0] = since[0] + cute.arch.shuffle_sync(since[1], 0)
