@@ -121,7 +121,7 @@ def test_a_row_that_sees_nothing() -> None:
     assert (out[:, :300] == 0).all() and (lse[:, :, :300] == -float("inf")).all()
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [128, 256])
 def test_maxima_that_grow_and_fall(dim: int) -> None:
     """Each key tile's scores are far beyond those before, or far below; all are negative, or hardly any."""
     drawing = random.randrange(2**31)
