@@ -53,6 +53,23 @@ def there_and_back(rank: int, world: int, seed: int) -> None:
     torch.testing.assert_close(leaf.grad[0], factors * held * world * (world + 1) / 2)
 
 
+@case("a gradient of lse on one rank alone")
+def lse_of_one_rank(rank: int, world: int, seed: int) -> None:
+    """What ranks send each other does not depend on what a loss is made of."""
+    whole = [seeded(seed + n, 1, 40, 2 * world, 8) for n in range(4)]
+    leaves = [t.clone().requires_grad_() for t in whole[:3]]
+    out, lse = warploom.attention(*leaves, causal=True, return_lse=True, backend="reference")
+    plans = [distributed.shard_plan(40, None, causal=True, method=method) for method in METHODS]
+    of_first = torch.zeros(40).index_fill_(0, plans[0].positions(0), 1.0)
+    want = torch.autograd.grad((out * whole[3]).sum() + (lse * of_first).sum(), leaves)
+    for plan in plans:
+        parts = [plan.shard(t, 1).requires_grad_() for t in whole[:3]]
+        out, lse = distributed.attention(*parts, plan=plan, causal=True, return_lse=True)
+        loss = (out * plan.shard(whole[3], 1)).sum()
+        for t, gradient in zip(torch.autograd.grad(loss + lse.sum() if rank == 0 else loss, parts), want, strict=True):
+            torch.testing.assert_close(plan.unshard(t, 1), gradient, atol=1e-4, rtol=1e-4)
+
+
 @case("a dimension of a mesh")
 def mesh_dimension(rank: int, world: int, seed: int) -> None:
     """Each row of the mesh is a sequence of its own."""

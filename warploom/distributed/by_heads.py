@@ -47,7 +47,9 @@ def backward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this rank's q, k and v in their dtypes; where two shares give some to a key, each is rounded."""
-    statistics = [t.transpose(1, 2)[..., None] for t in (lse, dlse) if t is not None]
+    # Another rank may have a gradient of lse, and what is sent is of one size.
+    dlse = torch.zeros_like(lse) if dlse is None else dlse
+    statistics = [t.transpose(1, 2)[..., None] for t in (lse, dlse)]
 
     def begin(heads: Heads) -> _Share:
         queries = ToHeads(call.queries, call.rank, *[(t, heads) for t in (q, dout, out, *statistics)])
@@ -62,8 +64,8 @@ def backward(
         way.wait()
         of_keys = of_keys if keys is None else keys.result()
         (some_q, some_dout, some_out, *rows), (some_k, some_v) = queries.result(), of_keys
-        some_lse, *some_dlse = [t.squeeze(-1).transpose(1, 2).contiguous() for t in rows]
-        upstream = some_dout, some_dlse[0] if some_dlse else None, some_out, some_lse
+        some_lse, some_dlse = [t.squeeze(-1).transpose(1, 2).contiguous() for t in rows]
+        upstream = some_dout, some_dlse, some_out, some_lse
         dq, *parts = local.backward(call.run, some_q, some_k, some_v, *upstream, _cut(call, pieces, heads))
         del queries, keys, way, some_q, some_dout, some_out, upstream
         gradients = [a + b for a, b in zip(gradients, parts, strict=True)] if heads.members[0] else parts

@@ -61,6 +61,8 @@ class Choice:
 
 def refusal(method: str, ranks: int, heads_q: int, heads_kv: int, dropout: bool) -> str | None:
     """Why a method cannot take a call, in words, or None."""
+    if method == "gather-heads" and not (heads_q and heads_kv):
+        return "needs heads to send, got none"
     if method in ("heads", "gather-heads") and (heads_kv % ranks or heads_q % ranks):
         return f"needs heads in multiples of the {ranks} ranks, got {heads_q} of q and {heads_kv} of k and v"
     if dropout and method == "ring":

@@ -182,10 +182,10 @@ def forward(
     coming = Exchanging(call.group, documents.exchange, k, v)
     coming.put_own()
     # The first call's end leaves processors idle, which the others' beginning can have.
-    aside = Aside(q.device)
+    aside = Aside(q.device) if documents.apart else nullcontext()
     if documents.whole is not None:
         local.write(call.run, q, k, v, sink, (documents.whole,), out, lse)
-    with aside if documents.apart else nullcontext():
+    with aside:
         found = coming.result()
         for piece, runs in documents.shared:
             some = found if len(runs) == 1 else torch.cat([found[a:b] for a, b in runs])

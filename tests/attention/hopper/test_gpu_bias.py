@@ -194,6 +194,18 @@ def test_minus_infinity_in_a_table_hides() -> None:
         torch.testing.assert_close(lse, want[1], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("window", [(None, 0), (None, None), (200, 0)], ids=str)
+def test_entries_that_no_pair_reaches_have_no_gradient(window: tuple[int | None, int | None]) -> None:
+    """The far left's too, of which the kernel takes what all others get."""
+    leaves = [torch.randn(2, 300, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    for reach in (299, 300, 450):
+        table = torch.randn(2, 2 * reach + 1, device="cuda", requires_grad=True)
+        out = warploom.attention(*leaves, bias=Relative(table), window=window, backend="hopper", **ANY_ORDER)
+        (gradient,) = torch.autograd.grad(out, table, torch.randn_like(out))
+        farthest = 299 if window[0] is None else window[0]
+        assert gradient[:, reach : reach + farthest + 1].any() and not gradient[:, reach + farthest + 1 :].any()
+
+
 def passes(tensors: list[torch.Tensor], table: torch.Tensor, dout: torch.Tensor, causal: bool) -> list[torch.Tensor]:
     """Out and the gradients of q, k, v and the table."""
     leaves = [t.detach().requires_grad_() for t in (*tensors, table)]

@@ -183,7 +183,7 @@ def test_pages_that_no_gpu_saw_are_left_to_others_unless_asked_for(monkeypatch: 
         (Features(torch.bfloat16, 128, 128, bias="alibi", bias_grad=True), "gradient of slopes"),
         (Features(torch.bfloat16, 128, 128, bias="distance", bias_grad=True), None),
         (Features(torch.bfloat16, 64, 64, bias="distance"), None),
-        (Features(torch.bfloat16, 64, 64, bias="distance", deterministic=True), "a frozen one's too"),
+        (Features(torch.bfloat16, 64, 64, bias="distance", deterministic=True), "no deterministic backward"),
         (Features(torch.bfloat16, 64, 64, bias="distance", bias_grad=True, dlse=True), "no gradient through lse"),
         (Features(torch.bfloat16, 64, 64, bias="distance", bias_grad=True, deterministic=True), "in any order"),
         (Features(torch.bfloat16, 104, 104, bias="alibi", softcap=True), "beside a softcap past head_dim 96"),

@@ -365,8 +365,11 @@ def bias_backward_refusal(features: Features) -> str | None:
     """Why the backward does not take a call's bias, which the forward takes, or None."""
     if features.bias == "distance":
         if features.deterministic:
-            return "adds to the gradient of a table in any order, and to a frozen one's too"
-        if features.dlse:  # compiled, not compared with anything on a GPU yet
+            if features.bias_grad:
+                return "adds to the gradient of a table in any order"
+            # Compiled, not compared with anything on a GPU yet.
+            return "has no deterministic backward beside a table of distances"
+        if features.dlse:  # rows' dS sum to dLSE, where the gradient of the far left's entry has them sum to 0
             return "takes no gradient through lse beside a table of distances"
         return None
     if features.bias_grad:

@@ -58,7 +58,20 @@ def backward(
     gradient = _table_gradient(args)
     args = with_bounds(with_columns(args), packed=True)
     found = bind(args, dlse is not None, gradient)(dout, dlse, out, lse, *args.tensors())
-    return found if gradient is None else (*found, gradient)
+    if gradient is None:
+        return found
+    if _farthest(args) < gradient.shape[1] - 1:
+        gradient[:, -1:].zero_()
+    return *found, gradient
+
+
+def _farthest(args: AttentionArgs) -> int:
+    """The last entry of a table that a pair may read.
+
+    The kernel takes the gradient of the far left's from what all others get, and rounding is left of it where no pair is there.
+    """
+    keys = args.k.shape[1] if args.cu_seqlens_k is None else args.max_seqlen_k or 0
+    return (keys - 1 if args.left is None else min(keys - 1, args.left)) + args.bias_origin
 
 
 def _table_gradient(args: AttentionArgs) -> Tensor | None:

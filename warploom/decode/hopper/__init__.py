@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 NAME = "hopper"
 MOST_SEQUENCES = 65535  # of a grid's second dimension
+MOST_LATENT_ROWS = 65535  # a grid's second dimension
 MOST_KEYS = 1 << 30  # of a sequence: a window that ends nowhere is so long (base.FAR)
 
 
@@ -88,6 +89,8 @@ def _latent_refusal(p: DecodeProblem) -> str | None:
         return "has no softcap and no sink over latent caches yet"
     if p.heads_kv != 1:
         return f"takes one key head of a latent cache, not {p.heads_kv}"
+    if p.queries * p.heads_q > MOST_LATENT_ROWS:
+        return f"takes {MOST_LATENT_ROWS} queries × heads of a latent cache at the most, not {p.queries * p.heads_q}"
     if (p.head_dim, p.head_dim_v) != (LATENT_DIM, LATENT_DIM_V):
         dims = f"{p.head_dim} and {p.head_dim_v}"
         return f"takes latent caches of {LATENT_DIM} columns, {LATENT_DIM_V} of them values, not {dims}"
@@ -129,7 +132,7 @@ class Hopper(DecodeBackend):
             return "has no trees yet"
         if p.bias:
             return "has no bias yet"
-        if p.prefix:
+        if p.prefix and not p.latent:
             return "reads no shared prefixes once yet"
         refused = _latent_refusal(p) if p.latent else _heads_refusal(p)
         if refused is not None:
@@ -141,9 +144,10 @@ class Hopper(DecodeBackend):
         return _latent_module_refusal(*_described_latent(p)) if p.latent else _module_refusal(*_described(p))
 
     def describe(self, problem: DecodeProblem) -> str:
-        """The module and its state."""
+        """The module and its state, and what becomes of a shared prefix."""
         spec = latent_plan.config(*_described_latent(problem)).spec if problem.latent else config(*_described(problem)).spec
-        return f"module {spec.name} ({modules.outlook(spec)})"
+        alone = "; each sequence reads the prefix itself" if problem.prefix else ""
+        return f"module {spec.name} ({modules.outlook(spec)}){alone}"
 
     def forward(self, args: DecodeArgs) -> tuple[Tensor, Tensor]:
         """Out (batch, T, heads_q, head_dim_v) in q's dtype and lse, fp32 (batch, heads_q, T)."""

@@ -57,8 +57,10 @@ class Ready:
         self._out = like((batch, queries, heads, HEAD_DIM_V), q.dtype, q.device)
         self._lse = like((batch, heads, queries), torch.float32, q.device)
 
-    def __call__(self, q: Tensor, sink: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None] | None:
-        """Out and lse; None where this q or device does not fit and the call must take the long way."""
+    def __call__(
+        self, q: Tensor, sink: Tensor | None, return_lse: bool, found: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Out and lse, whoever shares keys; None where this q or device does not fit and the call must take the long way."""
         if q.data_ptr() % 16 or torch._C._cuda_getDevice() != self._device:
             return None
         out, lse = torch.empty_like(self._out), torch.empty_like(self._lse)
