@@ -18,6 +18,7 @@ from torch import Tensor
 import warploom
 from tests.attention.host_counts import calls_of, launched
 from tools.frozen.pretend import Recorder, hopper
+from warploom.decode.triton import launch as decode_launch
 from warploom.delta import api as delta_api
 from warploom.kernels.e4m3 import E4M3
 from warploom.linear import api as linear_api
@@ -140,7 +141,8 @@ def cases() -> dict[str, Call]:
 def check() -> None:
     """From the third call on a call launches the same kernels, checks nothing again, and makes no more calls than these."""
     recorder = Recorder()
-    with hopper(recorder) as fresh:
+    # Small caches share nothing.
+    with hopper(recorder) as fresh, patch.object(decode_launch, "worth_sharing", lambda _: True):
         fresh()
         for name, call in cases().items():
             first = [launched(recorder, call) for _ in range(3)]
