@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from tests.sm90.machine import Machine
 from tests.sm90.ptx import Instruction, Kernel
@@ -27,6 +28,18 @@ def check_faults(kernel: Kernel, launch: Launch, harmless: tuple[str, ...] = (),
         except AssertionError:
             continue
         missed.append(what)
+    assert not missed, missed
+
+
+def check_barriers(kernel: Kernel, launch: Launch, barriers: Iterable[Any]) -> None:
+    """The machine notices each of these barriers where it lets everybody pass."""
+    missed = []
+    for barrier in barriers:
+        try:
+            Machine(kernel, launch, 1, passing=barrier).run()
+        except AssertionError:
+            continue
+        missed.append(barrier)
     assert not missed, missed
 
 

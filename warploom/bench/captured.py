@@ -26,6 +26,7 @@ class Captured:
 
 
 def capture(call: Call) -> Captured:
+    """Call twice, which compiles and allocates, then capture."""
     for _ in range(2):
         call()
     torch.cuda.synchronize()

@@ -183,6 +183,24 @@ def test_waves_hold_every_block_once_and_alternate(heads: int, n_blocks: int, co
             assert [n for n, h, _ in found if h == head] == list(range(n_blocks))
 
 
+class Cache:
+    """Of the last 400 tiles that steps used: 32 MB of Q, dO and dQ of head_dim 128."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[int, ...]] = set()
+        self.recent: OrderedDict[tuple[int, ...], None] = OrderedDict()
+
+    def misses(self, tile: tuple[int, ...]) -> bool:
+        """Use a tile: whether it was used before and is not there any more."""
+        missed = tile not in self.recent and tile in self.seen
+        self.seen.add(tile)
+        self.recent[tile] = None
+        self.recent.move_to_end(tile)
+        if len(self.recent) > 400:
+            self.recent.popitem(last=False)
+        return missed
+
+
 @pytest.mark.parametrize(("n_blocks", "heads", "group"), [(32, 16, 4), (64, 8, 4), (48, 8, 8), (96, 4, 4), (256, 1, 3)])
 def test_tiles_of_waves_stay_in_cache(n_blocks: int, heads: int, group: int) -> None:
     """Causal blocks handed out to 132 processors of one speed: how often a step's Q, dO and dQ are not among the last 400 that
@@ -200,8 +218,7 @@ def test_tiles_of_waves_stay_in_cache(n_blocks: int, heads: int, group: int) -> 
         return [(head, member, m) for m in (tiles if rising else reversed(tiles)) for member in range(group)]
 
     def missed(together: bool) -> float:
-        recent: OrderedDict[tuple[int, int, int], None] = OrderedDict()
-        seen, misses, steps = set(), 0, 0
+        cache, misses, steps = Cache(), 0, 0
         running = [(0.0, p, iter(())) for p in range(132)]
         index = 0
         while running:
@@ -213,12 +230,7 @@ def test_tiles_of_waves_stay_in_cache(n_blocks: int, heads: int, group: int) -> 
                     index += 1
                 continue
             steps += 1
-            misses += tile not in recent and tile in seen
-            seen.add(tile)
-            recent[tile] = None
-            recent.move_to_end(tile)
-            if len(recent) > 400:
-                recent.popitem(last=False)
+            misses += cache.misses(tile)
             heapq.heappush(running, (now + 1, p, walking))
         return misses / steps
 
@@ -233,8 +245,7 @@ def test_tiles_of_blocks_in_turns_stay_in_cache(n_blocks: int, heads: int, group
         """How often a tile is not in the cache, and how much longer than its steps the call takes."""
         blocks = [in_turns(i, n_blocks, heads, section, PROCESSORS, choose) for i in range(n_blocks * heads)]
         waiting: dict[tuple[int, ...], tuple[int, int, list[tuple[int, int]]]] = {}
-        recent: OrderedDict[tuple[int, ...], None] = OrderedDict()
-        done, seen, steps, misses, end = set(), set(), 0, 0, 0
+        cache, done, steps, misses, end = Cache(), set(), 0, 0, 0
         events: list[tuple[int, int, int, list[tuple[int, int]]]] = []
 
         def begin(now: int) -> None:
@@ -259,12 +270,7 @@ def test_tiles_of_blocks_in_turns_stay_in_cache(n_blocks: int, heads: int, group
             walk.pop()
             tile = head, m, member
             steps += 1
-            misses += tile not in recent and tile in seen
-            seen.add(tile)
-            recent[tile] = None
-            recent.move_to_end(tile)
-            if len(recent) > 400:
-                recent.popitem(last=False)
+            misses += cache.misses(tile)
             done.add((n, *tile))
             end = now
             if (n, *tile) in waiting:

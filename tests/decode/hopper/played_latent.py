@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.sm90.launch import Traced, launch
 from tests.sm90.machine import Machine
+from tests.sm90.mutants import check_barriers
 from tests.sm90.state import Launch
 from warploom.decode.hopper.latent_config import HEAD_DIM, HEAD_DIM_V, PIECE, PIECES, TILE
 
@@ -65,11 +66,6 @@ def check_each_barrier(traced: Traced, launched: Launch, named: Callable[[random
     print(f"seed {seed}")
     block = Machine(traced.kernel, launched, 0).run().blocks[0]
     assert len(block.mbarriers) == 2 + 2 * (PIECES + 2)
-    missed, draw = [], random.Random(seed)
-    for barrier in [*draw.sample([*block.mbarriers], 3), *named(draw, [b.name for b in block.named.values()])]:
-        try:
-            Machine(traced.kernel, launched, 1, passing=barrier).run()
-        except AssertionError:
-            continue
-        missed.append(barrier)
-    assert not missed, missed
+    draw = random.Random(seed)
+    some = [*draw.sample([*block.mbarriers], 3), *named(draw, [b.name for b in block.named.values()])]
+    check_barriers(traced.kernel, launched, some)
