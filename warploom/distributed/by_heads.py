@@ -44,11 +44,9 @@ class _Back(NamedTuple):
 
 
 def backward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    call: Call, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this rank's q, k and v in their dtypes; where two shares give some to a key, each is rounded."""
-    # Another rank may have a gradient of lse, and what is sent is of one size.
-    dlse = torch.zeros_like(lse) if dlse is None else dlse
     statistics = [t.transpose(1, 2)[..., None] for t in (lse, dlse)]
 
     def begin(heads: Heads) -> _Share:

@@ -46,6 +46,10 @@ class Sharded(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True; what follows would be constants to it
             raise RuntimeError("warploom.distributed.attention has no second derivatives: leave create_graph=True out")
         call, (sink, *kept) = ctx.call, ctx.saved_tensors
+        if dlse is None and call.group is not None and ctx.method in ("heads", "gather-heads"):
+            # Another rank may have one, and what is sent is of one size.
+            assert dout is not None
+            dlse = dout.new_zeros((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=torch.float32)
         if ctx.method == "heads":
             every = heads.Kept(*kept)
             dlse = None if dlse is None else dlse.to(every.lse.dtype)
@@ -62,6 +66,7 @@ class Sharded(torch.autograd.Function):
                 k, v = keys
                 dq, dk, dv = ring.backward(call, q, k, v, dout, dlse, out, lse)
             elif ctx.method == "gather-heads" and call.group is not None:
+                assert dlse is not None
                 k, v = keys
                 dq, dk, dv = by_heads.backward(call, q, k, v, dout, dlse, out, lse)
             else:

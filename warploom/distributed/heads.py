@@ -47,9 +47,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of this rank's q, k and v in fp32 or wider, and of the sink by its heads' share of all queries."""
     (all_dout,) = _to_heads(call, (dout,), (call.queries,))
-    if dlse is None:  # another rank may have one, and what is sent is of one size
-        dlse = dout.new_zeros((dout.shape[0], dout.shape[2], dout.shape[1]), dtype=kept.lse.dtype)
-    all_dlse = _heads_first(_to_heads(call, (_rows_first(dlse),), (call.queries,))[0])
+    all_dlse = None
+    if dlse is not None:
+        all_dlse = _heads_first(_to_heads(call, (_rows_first(dlse),), (call.queries,))[0])
     ranks = call.ranks
     pieces = _pieces(call, kept.q.shape[2] * ranks, kept.k.shape[2] * ranks)
     found = local.backward(call.run, kept.q, kept.k, kept.v, all_dout, all_dlse, kept.out, kept.lse, pieces)
